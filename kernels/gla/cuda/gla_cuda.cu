@@ -11,7 +11,7 @@
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/sequences.cuh"
 #include "kernels/common/integers.h"
-#include "kernels/gla/cuda/backward/chunk_layout.cuh"
+#include "kernels/gla/cuda/backward/chunk_place.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
 #include "kernels/gla/forward_rows.h"

@@ -1,8 +1,7 @@
 #pragma once
 
 // How the backward pass lays out a chunk of 64 tokens: tiles of operands, in shared and in device
-// memory alike, states at chunk boundaries, the factors that the passes hand on, where the rows of
-// one chunk and head lie, and the shared memory of the kernel that takes a chunk.
+// memory alike, states at chunk boundaries, and the factors that the passes hand on.
 
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/sequences.cuh"
@@ -29,24 +28,23 @@ constexpr int kSubChunks = kChunk / kSubChunk;
 constexpr int kMaxKeySlices = 16;
 
 /// In tiles and rows, a sub-chunk's even tokens come first, then its odd ones: in an accumulator of
-/// mma_bf16, lane 4r + c then holds tokens 2r and 2r + 1, as dyadic.cuh wants them. Counted from
-/// the chunk's start.
+/// mma_bf16 whose rows are tokens, lane 4r + c then holds tokens 2r and 2r + 1, as dyadic.cuh wants
+/// them. Where tokens are its columns, column 8n + 2c + e is token 4c + 2e + n: a lane holds four
+/// neighbours. Counted from the chunk's start.
 __device__ inline int token_of_row(int row) {
   return (row & ~(kSubChunk - 1)) + ((row & 7) << 1) + (row >> 3 & 1);
 }
 
-/// The columns of a K-slice are its channels in the order in which lanes hold them: lane 4r + c has
-/// channels 4c .. 4c+3 of its tokens, of which 4c + 2n + e is column 8n + 2c + e. (Columns 2c,
-/// 2c+1, 2c+8 and 2c+9 are what it has of two accumulators.)
-__device__ inline int channel_of_column(int column) {
-  return column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
-}
+/// The columns of a K-slice are its channels, the even ones first: where channels are the rows of
+/// an accumulator, lane 4r + c holds channels 2r and 2r + 1.
+__device__ inline int channel_of_column(int column) { return column % 8 * 2 + column / 8; }
 
 /// A tile: 16 tokens x 16 channels of bf16 in 512 bytes, first columns 0 to 7 of all rows, then
 /// columns 8 to 15. It is laid out alike in device and in shared memory.
 constexpr int kTileBits = 9, kTileBytes = 1 << kTileBits;
 static_assert(kTileBytes == kSubChunk * kSlice * 2);
 constexpr int kSliceRowBits = 5, kSliceRowBytes = 1 << kSliceRowBits;  // of one token
+static_assert(kSliceRowBits + 4 == kTileBits);
 
 /// Where eight columns of a row start, in bytes.
 __device__ inline int tile_offset(int row, int half) { return half * (kTileBytes / 2) + row * 16; }
@@ -91,12 +89,13 @@ struct alignas(16) NearRows {
   __device__ char* row(int k) const { return base + int64_t{k} * stride; }
 };
 
-/// Calls visit(row, token, column) for each group of eight columns that this thread copies.
+/// Calls visit(row, token, column) for each group of eight columns that this one of a block's
+/// threads copies.
 template <class Visit>
-__device__ inline void for_each_pack(int columns, Visit visit) {
+__device__ inline void for_each_pack(int columns, int threads, Visit visit) {
   const int packs = columns / 8, shift = 32 - __clz(packs - 1);
   const auto thread = static_cast<int>(threadIdx.x);
-  const int pack = thread & ((1 << shift) - 1), step = static_cast<int>(blockDim.x) >> shift;
+  const int pack = thread & ((1 << shift) - 1), step = threads >> shift;
   if (pack < packs) {
 #pragma unroll 4
     for (int row = thread >> shift; row < kChunk; row += step) {
@@ -108,14 +107,14 @@ __device__ inline void for_each_pack(int columns, Visit visit) {
 /// Starts copying the first `tokens` tokens, at least one, into a tile; what lies past them is
 /// zero.
 inline __device__ void copy_rows_async(const RowTile& tile, const NearRows& rows, int tokens,
-                                       int column0, int columns) {
+                                       int column0, int columns, int threads) {
   const NearRows from(rows.base + column0 * 2, rows.stride);
   if (tokens == kChunk) {
-    for_each_pack(columns, [&](int row, int token, int column) {
+    for_each_pack(columns, threads, [&](int row, int token, int column) {
       copy_async<16>(tile.at(row, column), from.row(token) + column * 2);
     });
   } else {
-    for_each_pack(columns, [&](int row, int token, int column) {
+    for_each_pack(columns, threads, [&](int row, int token, int column) {
       copy_async_or_zero(tile.at(row, column), from.row(min(token, tokens - 1)) + column * 2,
                          token < tokens);
     });
@@ -126,11 +125,11 @@ inline __device__ void copy_rows_async(const RowTile& tile, const NearRows& rows
 /// the thread's copies have arrived.
 template <class T>
 __device__ inline void finish_rows(const RowTile& tile, InputActivation activation, int tokens,
-                                   int columns) {
+                                   int columns, int threads) {
   if (std::is_same_v<T, __nv_bfloat16> && activation == InputActivation::kNone) {
     return;
   }
-  for_each_pack(columns, [&](int row, int token, int column) {
+  for_each_pack(columns, threads, [&](int row, int token, int column) {
     if (token < tokens) {
       auto* place = reinterpret_cast<uint4*>(tile.at(row, column));
       const Pack<T, 8> raw = {*place};
@@ -262,11 +261,8 @@ struct ChunkFactors {
   /// K = 128: rows of 256 bytes, so a tile is two whole rows, 8 slices x 4 sub-chunks x 2 = 64
   /// rows.
   __host__ __device__ int find_piece_bits() const {
-    int bits = kSliceRowBits;
-    while (bits < kTileBits && row_bytes() % (2 << bits) == 0) {
-      ++bits;
-    }
-    return bits;
+    const int divisor = key_slices & -key_slices;
+    return kSliceRowBits + (divisor >= 2) + (divisor >= 4) + (divisor >= 8) + (divisor >= 16);
   }
   /// How many K-slices' tiles one column of pieces holds, one below the other, in the chunk's 64
   /// rows.
@@ -296,212 +292,5 @@ struct ChunkBackward {
   ChunkStates states = {};     // at every chunk's start
   ChunkStates gradients = {};  // of the state at every chunk's end
 };
-
-/// Rows behind a row of a RowTile of 64 columns each: the 16 bytes by which that is longer.
-struct SpacedRows : NearRows {
-  char columns[kChunk * 2];
-};
-
-/// Where the chunk's rows lie, found once for the whole block of threads: lane i of the first warp
-/// finds those of tensor i.
-struct ChunkRows {
-  SpacedRows q, k, v, gate, d_o, dq, dk, dv, dgate;
-  SpacedRows factors[kFactorSides];
-  int tokens;  // of the chunk; 0: nothing to do
-
-  __device__ void find(const ChunkBackward& a, int chunk, int head, int lane) {
-    if (lane >= int{kChunkTensors} + int{kFactorSides}) {
-      return;
-    }
-    const TimeTile tile = find_time_tile(a.chunks, chunk);
-    const bool backwards = a.chunks.layout.reverse;
-    if (lane < kChunkTensors) {
-      static_cast<NearRows&>((&q)[lane]) =
-          NearRows(HeadRows(a.tensors[lane], tile.sequence, backwards, head), tile.first);
-    } else {
-      const auto side = static_cast<FactorSide>(lane - kChunkTensors);
-      static_cast<NearRows&>(factors[side]) =
-          a.factors.rows(side, tile.sequence, backwards, head).of_chunk(tile.first, tile.tokens);
-    }
-    if (lane == 0) {
-      tokens = tile.exists() ? tile.tokens : 0;
-    }
-  }
-};
-static_assert(sizeof(ChunkRows) ==  // in the order of ChunkTensor
-              (int{kChunkTensors} + int{kFactorSides}) * sizeof(SpacedRows) + alignof(SpacedRows));
-
-/// A chunk, a head, and this thread's place in the block of threads.
-struct ChunkPlace {
-  int chunk, head;
-  const ChunkRows& rows;
-  int tokens;
-  int lane, warp, warps;
-  int key_slices, value_slices;
-
-  __device__ ChunkPlace(const GlaParams& p, int chunk, int head, const ChunkRows& rows)
-      : chunk(chunk),
-        head(head),
-        rows(rows),
-        tokens(rows.tokens),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        warp(static_cast<int>(threadIdx.x) / 32),
-        warps(static_cast<int>(blockDim.x) / 32),
-        key_slices(static_cast<int>(p.key_dim) / kSlice),
-        value_slices(static_cast<int>(p.value_dim) / kSlice) {}
-};
-
-__device__ inline bool has_one_column_tile(const ChunkPlace& at) {
-  return at.value_slices <= kStateColumns / kSlice;
-}
-
-// ---- Shared memory ----
-//
-// That of a block of threads of chunk_backward_kernel: 97 KB at K = V = 128, so that 99 KB suffice,
-// and two blocks take no more than 196 KB of a multiprocessor of compute capability 9.0, of which
-// 60 KB remain for its L1 cache: with a few bytes more, and 28 KB of L1, all took 3 % longer. So
-// what is small lies where rows are 16 bytes longer than their columns (RowTile). Values, do and
-// tiles give way to the sums.
-
-/// Warps of a block of threads: a multiple of four, at least one a K-slice.
-inline int chunk_warps(int64_t key_dim) {
-  return static_cast<int>((key_dim / kSlice + kSubChunks - 1) / kSubChunks * kSubChunks);
-}
-
-/// Tiles of a K-slice. K is k suf, Q is q pre, of each sub-chunk.
-enum ChunkTile : int {
-  kKeyFactor = 0,        // K of sub-chunks 0 to 3
-  kQueryFactor = 4,      // Q of sub-chunks 1 to 3
-  kQueryHalfFactor = 7,  // Q of sub-chunk 3 from sub-chunk 2's start
-  kKeyHalfFactor = 8,    // K of sub-chunk 0 to sub-chunk 1's end
-  kKeyEndFactor = 9,     // K of sub-chunks 0 to 2 to the chunk's end
-  kChunkTiles = 12,
-};
-
-/// What a lane has of a sub-chunk's sums over V and over other sub-chunks, on their way from the
-/// phase that makes them to the one that uses them: five times four floats.
-constexpr int kSumParts = 5;
-constexpr int kSumBytes = kSubChunks * kSumParts * 32 * 16;  // of a K-slice
-
-/// A lane's part of an operand that is the sum of two of bf16, of which the second is what rounding
-/// left of the first.
-struct PairGradients {
-  uint4 high, low;
-};
-
-struct ChunkShared {
-  RowTile d_o, values;  // [64][V]
-  char* tiles;          // [K / 16][kChunkTiles]; then everything up to here gives way to the sums
-  // [64][64] in blocks of two sub-chunks: scores of (i, j), i >= j, in block (i, j); dA of later i
-  // and earlier j in block (j, i), not transposed: its rows are tokens of i.
-  RowTile scores;
-  // [4][32]: dA of a sub-chunk's pairs as A of mma_bf16, pair (t, s) also at (s, t)
-  PairGradients* pairs;
-  float* decay;  // [K / 16][4][16], of each sub-chunk
-
-  static __host__ __device__ int row_bytes(int64_t value_dim) {
-    return 2 * kChunk * RowTile::pitch_of(static_cast<int>(value_dim));
-  }
-  static __host__ __device__ int front_bytes(int64_t key_dim, int64_t value_dim) {
-    const int slices = static_cast<int>(key_dim) / kSlice;
-    const int inputs = row_bytes(value_dim) + slices * kChunkTiles * kTileBytes;
-    const int sums = slices * kSumBytes;
-    return inputs > sums ? inputs : sums;
-  }
-  static int bytes(int64_t key_dim, int64_t value_dim) {
-    return front_bytes(key_dim, value_dim) + kChunk * RowTile::pitch_of(kChunk) +
-           kSubChunks * 2 * kTileBytes + static_cast<int>(key_dim) * kSubChunks * 4;
-  }
-  static __host__ __device__ int column_tiles(int64_t value_dim) {
-    return ChunkStates::column_tiles(static_cast<int>(value_dim) / kSlice);
-  }
-
-  __device__ ChunkShared(char* memory, int64_t key_dim, int64_t value_dim) {
-    const int pitch = RowTile::pitch_of(static_cast<int>(value_dim));
-    d_o = {memory, pitch};
-    values = {memory + kChunk * pitch, pitch};
-    tiles = memory + row_bytes(value_dim);
-    scores = {memory + front_bytes(key_dim, value_dim), RowTile::pitch_of(kChunk)};
-    pairs = reinterpret_cast<PairGradients*>(scores.at(kChunk, 0));
-    decay = reinterpret_cast<float*>(pairs + kSubChunks * 32);
-  }
-
-  /// Behind the rows of scores: dA of (2r, 2r), (2r+1, 2r+1) and (2r+1, 2r), in float...
-  __device__ float4& neighbours(int sub_chunk, int r) const {
-    return *reinterpret_cast<float4*>(scores.at(sub_chunk * 8 + r, kChunk));
-  }
-  /// ... that of tokens 4g+2, 4g+3 with 4g, 4g+1, in float...
-  __device__ float4& fours(int sub_chunk, int g) const {
-    return *reinterpret_cast<float4*>(scores.at(kFirstFours + sub_chunk * 4 + g, kChunk));
-  }
-  /// ... and where the chunk's rows lie.
-  __device__ ChunkRows& rows() const {
-    return *reinterpret_cast<ChunkRows*>(scores.at(kFirstRows, kChunk));
-  }
-  static constexpr int kFirstFours = kSubChunks * 8, kFirstRows = kFirstFours + kSubChunks * 4;
-  static_assert(kFirstRows + sizeof(ChunkRows) / sizeof(SpacedRows) + 1 <= kChunk);
-
-  __device__ char* tile(int slice, int which) const {
-    return tiles + (slice * kChunkTiles + which) * kTileBytes;
-  }
-  __device__ float* decays(int slice, int sub_chunk) const {
-    return decay + (slice * kSubChunks + sub_chunk) * kSlice;
-  }
-  /// Behind the rows of do and of values, eight in each: the units of ChunkStates, [state, its
-  /// gradient][column tile][K], in bf16. Where there is one column tile, sums over V are made in
-  /// units and multiplied in the end, and K_end holds those of D.
-  __device__ char* eight_units(int index) const { return d_o.at(index, 0) + d_o.pitch - 16; }
-  /// A K-slice's first eight in the column tile of a V-slice; the other eight are a row further.
-  __device__ const char* slice_units(const ChunkPlace& at, bool of_gradient, int value_slice,
-                                     int key_slice) const {
-    const int tile = value_slice / (kStateColumns / kSlice) +
-                     (of_gradient ? ChunkStates::column_tiles(at.value_slices) : 0);
-    return eight_units((tile * at.key_slices + key_slice) * 2);
-  }
-  /// A slice's units in bf16, of the row of a state's tile that the lane has, and of the other.
-  __device__ uint2 row_units(const char* units, int lane) const {
-    units += lane / 4 * 2;
-    return make_uint2(*reinterpret_cast<const uint16_t*>(units),
-                      *reinterpret_cast<const uint16_t*>(units + d_o.pitch));
-  }
-  /// Once the decays are no longer needed: sums over a K-slice, [64] tokens.
-  __device__ float* head_sums(int slice) const { return decays(slice, 0); }
-  /// A lane's own place; part i lies 32 float4 further.
-  __device__ float4* sums(int slice, int sub_chunk, int lane) const {
-    return reinterpret_cast<float4*>(d_o.data + slice * kSumBytes) + sub_chunk * kSumParts * 32 +
-           lane;
-  }
-};
-
-/// Accumulators of 16 x 16 (two of 16 x 8) as bf16 into rows of sub-chunk i, columns of sub-chunk
-/// j.
-__device__ inline void store_tile(const RowTile& tile, int i, int j, const float (&x)[2][4],
-                                  int lane) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      char* to = tile.at(i * kSubChunk + lane / 4 + 8 * h, j * kSubChunk + 8 * n + lane % 4 * 2);
-      *reinterpret_cast<uint32_t*>(to) = pack_bf16(x[n][2 * h], x[n][2 * h + 1]);
-    }
-  }
-}
-
-/// Row of a chunk and head in the partial sums of dgamma.
-__device__ inline float* partial_sums(const ChunkBackward& a, const ChunkPlace& at) {
-  const GlaParams& p = a.backward.forward;
-  return static_cast<float*>(a.backward.dgamma_partial) +
-         (at.chunk * p.heads + at.head) * p.key_dim;
-}
-
-__device__ inline void clear_partial_sums(const ChunkBackward& a, const ChunkPlace& at) {
-  if (a.backward.dgamma_partial == nullptr) {
-    return;
-  }
-  for (int i = static_cast<int>(threadIdx.x); i < a.backward.forward.key_dim;
-       i += static_cast<int>(blockDim.x)) {
-    partial_sums(a, at)[i] = 0;
-  }
-}
 
 }  // namespace tidegate::kernels::gla

@@ -4,7 +4,7 @@
 // is scores between sub-chunks with their gradients, and the gradients of v.
 
 #include "kernels/common/cuda/shared_memory.cuh"
-#include "kernels/gla/cuda/backward/chunk_layout.cuh"
+#include "kernels/gla/cuda/backward/chunk_place.cuh"
 
 namespace tidegate::kernels::gla {
 
@@ -16,13 +16,13 @@ namespace tidegate::kernels::gla {
 /// Starts copying what the chunk's phases need; rows past its end are zero.
 __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
                                    const ChunkShared& sh) {
-  const auto columns = static_cast<int>(a.backward.forward.value_dim);
-  copy_rows_async(sh.d_o, at.rows.d_o, at.tokens, 0, columns);
-  copy_rows_async(sh.values, at.rows.v, at.tokens, 0, columns);
+  copy_rows_async(sh.d_o, at.rows.d_o, at.tokens, 0, at.columns(), at.threads());
+  copy_rows_async(sh.values, at.rows.v, at.tokens, 0, at.columns(), at.threads());
+  const ChunkFactors factors = at.sized(a.factors);
   for (int s = at.warp; s < at.key_slices; s += at.warps) {
     const auto copy = [&](int which, FactorSide side, int sub_chunk) {
       copy_async<16>(sh.tile(s, which) + at.lane * 16,
-                     a.factors.tile(at.rows.factors[side], s, sub_chunk, at.lane * 16));
+                     factors.tile(at.rows.factors[side], s, sub_chunk, at.lane * 16));
     };
 #pragma unroll
     for (int b = 0; b < kSubChunks; ++b) {
@@ -34,20 +34,20 @@ __device__ inline void copy_inputs(const ChunkBackward& a, const ChunkPlace& at,
     }
     if (at.lane < kSubChunks * 4) {
       copy_async<16>(sh.decays(s, 0) + at.lane * 4,
-                     a.factors.slice_decays(at.chunk, at.head, s) + at.lane * 4);
+                     factors.slice_decays(at.chunk(), at.head(), s) + at.lane * 4);
     }
   }
   const int eights = ChunkStates::column_tiles(at.value_slices) * at.key_slices * 2;
-  for (int i = static_cast<int>(threadIdx.x); i < 2 * eights; i += static_cast<int>(blockDim.x)) {
+  for (int i = at.thread(); i < 2 * eights; i += at.threads()) {
     const bool of_gradient = i >= eights;
-    const ChunkStates& states = of_gradient ? a.gradients : a.states;
-    copy_async<16>(sh.eight_units(i),
-                   states.units_of(at.chunk, at.head, 0) + (i - (of_gradient ? eights : 0)) * 8);
+    const ChunkStates states = at.sized(of_gradient ? a.gradients : a.states);
+    copy_async<16>(sh.eight_units(i), states.units_of(at.chunk(), at.head(), 0) +
+                                          (i - (of_gradient ? eights : 0)) * 8);
   }
   if (at.warp < kSubChunks) {
     copy_async<16>(
         sh.scores.at(at.warp * kSubChunk + at.lane % 16, at.warp * kSubChunk + at.lane / 16 * 8),
-        a.factors.sub_chunk_scores(at.chunk, at.head, at.warp) + at.lane);
+        factors.sub_chunk_scores(at.chunk(), at.head(), at.warp) + at.lane);
   }
   commit_copies();
 }
@@ -59,16 +59,18 @@ __device__ inline void prefetch_inputs(const ChunkBackward& a, const ChunkPlace&
   const GlaParams& p = a.backward.forward;
   for (int s = at.warp; s < at.key_slices; s += at.warps) {
     for (int line = at.lane; line < at.value_slices * 4; line += 32) {
-      prefetch_line(reinterpret_cast<const char*>(a.states.tile(at.chunk, at.head, s, 0)) +
-                    line * kLine);
+      prefetch_line(
+          reinterpret_cast<const char*>(at.sized(a.states).tile(at.chunk(), at.head(), s, 0)) +
+          line * kLine);
     }
   }
-  const int width = static_cast<int>(p.key_dim) * 2;
-  for (int i = static_cast<int>(threadIdx.x); i < at.tokens * ((width + kLine - 1) / kLine);
-       i += static_cast<int>(blockDim.x)) {
-    const int row = i % at.tokens, offset = i / at.tokens * kLine;
-    prefetch_line(at.rows.q.row(row) + offset);
-    prefetch_line(at.rows.gate.row(row) + (p.gate_per_head ? 0 : offset));
+  const int lines = (at.key_slices * kSlice * 2 + kLine - 1) / kLine;
+  for (int i = at.thread(); i < kChunk * lines; i += at.threads()) {
+    const int row = i % kChunk, offset = i / kChunk * kLine;
+    if (row < at.tokens) {
+      prefetch_line(at.rows.q.row(row) + offset);
+      prefetch_line(at.rows.gate.row(row) + (p.gate_per_head ? 0 : offset));
+    }
   }
 }
 
@@ -254,7 +256,7 @@ struct StateGradientFetch {
   uint4 tiles[kSlices];
 
   __device__ void load(const ChunkBackward& a, const ChunkPlace& at, int first, int column) {
-    const uint4* from = a.gradients.tile(at.chunk, at.head, first, column) + at.lane;
+    const uint4* from = at.sized(a.gradients).tile(at.chunk(), at.head(), first, column) + at.lane;
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
       if (first + i < at.key_slices) {

@@ -5,7 +5,7 @@
 // they are handed on to the chunk's halves, and from those to the sub-chunks, by the rule of
 // sub_chunk_gradients.cuh. A warp has a K-slice, 16 channels, of all 64 tokens.
 
-#include "kernels/gla/cuda/backward/chunk_layout.cuh"
+#include "kernels/gla/cuda/backward/chunk_place.cuh"
 #include "kernels/gla/cuda/backward/sub_chunk_gradients.cuh"
 
 namespace tidegate::kernels::gla {
@@ -14,6 +14,7 @@ namespace tidegate::kernels::gla {
 struct ChunkSums {
   SubChunkSum before[kSubChunks];  // S do, S the state at the start of the chunk, half or sub-chunk
   SubChunkSum after[kSubChunks];   // D v, D the gradient of the state at its end
+  float through[kSubChunks][2];    // row sums of S o D, of the chunk in the first place alone
 };
 
 /// S_start and D_end of this warp's channels, two V-slices under way while others are used.
@@ -22,8 +23,8 @@ struct BoundaryFetch {
   uint4 s[2], d[2];
 
   __device__ BoundaryFetch(const ChunkBackward& a, const ChunkPlace& at)
-      : states(a.states.tile(at.chunk, at.head, at.warp, 0) + at.lane),
-        grads(a.gradients.tile(at.chunk, at.head, at.warp, 0) + at.lane) {
+      : states(at.sized(a.states).tile(at.chunk(), at.head(), at.warp, 0) + at.lane),
+        grads(at.sized(a.gradients).tile(at.chunk(), at.head(), at.warp, 0) + at.lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (at.warp < at.key_slices && i < at.value_slices) {
@@ -34,16 +35,11 @@ struct BoundaryFetch {
   }
 };
 
-/// Multiplies column by column with the units of a K-slice.
-__device__ inline void scale_by_units(SubChunkSum (&x)[kSubChunks], const char* units, int pitch,
-                                      int lane) {
-  units += lane % 4 * 4;
-  const float2 low = unpack_pair<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(units));
-  const float2 high = unpack_pair<__nv_bfloat16>(*reinterpret_cast<const uint32_t*>(units + pitch));
-  const float all[4] = {low.x, low.y, high.x, high.y};
+/// Multiplies channel by channel with units as row_units has them.
+__device__ inline void scale_by_units(SubChunkSum (&x)[kSubChunks], const float (&units)[2]) {
 #pragma unroll
   for (int b = 0; b < kSubChunks; ++b) {
-    scale_columns(x[b], all);
+    scale_channels(x[b], units);
   }
 }
 
@@ -51,8 +47,8 @@ __device__ inline void scale_by_units(SubChunkSum (&x)[kSubChunks], const char* 
 /// by element. kOneTile: V is one column tile.
 template <bool kOneTile>
 __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
-                                             BoundaryFetch& fetch, ChunkSums& sums,
-                                             float (&through)[4]) {
+                                             BoundaryFetch& fetch, ChunkSums& sums) {
+  float (&through)[2] = sums.through[0];
 #pragma unroll
   for (int b = 0; b < kSubChunks; ++b) {
 #pragma unroll
@@ -63,21 +59,24 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
       }
     }
   }
-  const MatrixLane l(at.lane);
-  const char* d_o = sh.d_o.at(0, 0, l);
-  const char* values = sh.values.at(0, 0, l);
+  const MatrixLane across = MatrixLane::across(at.lane);
+  const char* d_o = sh.d_o.at(0, 0, across);
+  const char* values = sh.values.at(0, 0, across);
   const int sub_chunk_bytes = kSubChunk * sh.d_o.pitch;
   // S_start D_end^T, of which the diagonal is wanted, of the slice's columns 0-7 and 8-15.
   constexpr int kTileSlices = kStateColumns / kSlice;
   float ends[2][4] = {};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    through[j] = 0;
-  }
+  through[0] = through[1] = 0;
 #pragma unroll 1
   for (int tile = 0; tile < (kOneTile ? 1 : at.value_slices); tile += kTileSlices) {
-    const uint2 units = sh.row_units(sh.slice_units(at, false, tile, at.warp), at.lane);
-    const uint2 gradient_units = sh.row_units(sh.slice_units(at, true, tile, at.warp), at.lane);
+    uint2 units, gradient_units;
+    const auto load_units = [&] {
+      units = sh.row_units(sh.slice_units(at, false, tile, at.warp), at.lane);
+      gradient_units = sh.row_units(sh.slice_units(at, true, tile, at.warp), at.lane);
+    };
+    if (!kOneTile) {
+      load_units();
+    }
     const int end = min(at.value_slices, tile + kTileSlices);
 #pragma unroll 1
     for (int first = tile; first < end; first += 2) {
@@ -99,8 +98,8 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
 #pragma unroll
           for (int b = 0; b < kSubChunks; ++b) {
             load_matrices(m, d_o + b * sub_chunk_bytes);
-            mma_bf16(sums.before[b][0], m, s.x, s.y);
-            mma_bf16(sums.before[b][1], m, s.z, s.w);
+            mma_bf16(sums.before[b][0], s.x, s.z, s.y, s.w, m[0], m[1]);
+            mma_bf16(sums.before[b][1], s.x, s.z, s.y, s.w, m[2], m[3]);
           }
           const uint4 d = kOneTile ? state_tile(next_d)
                                    : state_tile(next_d, gradient_units.x, gradient_units.y);
@@ -110,160 +109,153 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
 #pragma unroll
           for (int b = 0; b < kSubChunks; ++b) {
             load_matrices(m, values + b * sub_chunk_bytes);
-            mma_bf16(sums.after[b][0], m, d.x, d.y);
-            mma_bf16(sums.after[b][1], m, d.z, d.w);
+            mma_bf16(sums.after[b][0], d.x, d.z, d.y, d.w, m[0], m[1]);
+            mma_bf16(sums.after[b][1], d.x, d.z, d.y, d.w, m[2], m[3]);
           }
           d_o += kSlice * 2;
           values += kSlice * 2;
         }
       }
     }
+    if (kOneTile) {  // not before, to save registers
+      load_units();
+    }
+    const float unit[2] = {__uint_as_float(units.x << 16), __uint_as_float(units.y << 16)};
+    const float gradient_unit[2] = {__uint_as_float(gradient_units.x << 16),
+                                    __uint_as_float(gradient_units.y << 16)};
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float unit = __uint_as_float((n == 0 ? units.x : units.y) << 16);
-      const float gradient_unit =
-          __uint_as_float((n == 0 ? gradient_units.x : gradient_units.y) << 16);
+    for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const bool diagonal = at.lane / 4 == at.lane % 4 * 2 + e;
-        float& sum = ends[n][2 * n + e];
-        through[2 * n + e] += diagonal ? sum * unit * gradient_unit : 0.0f;
+        float& sum = ends[j][2 * j + e];
+        through[j] += diagonal ? sum * unit[j] * gradient_unit[j] : 0.0f;
         sum = 0;
       }
     }
-  }
-  if constexpr (kOneTile) {
-    scale_by_units(sums.before, sh.slice_units(at, false, 0, at.warp), sh.d_o.pitch, at.lane);
-    scale_by_units(sums.after, sh.slice_units(at, true, 0, at.warp), sh.d_o.pitch, at.lane);
+    if constexpr (kOneTile) {
+      scale_by_units(sums.before, unit);
+      scale_by_units(sums.after, gradient_unit);
+    }
   }
 }
 
-/// before += dA K, of a later sub-chunk and an earlier one's keys.
+__device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
+                                             BoundaryFetch& fetch, ChunkSums& sums) {
+  if (has_one_column_tile(at)) {
+    accumulate_boundaries<true>(at, sh, fetch, sums);
+  } else {
+    accumulate_boundaries<false>(at, sh, fetch, sums);
+  }
+}
+
+/// before += K^T dA^T, of an earlier sub-chunk's keys, as A, and a later one.
 __device__ inline void add_keys(SubChunkSum& before, const ChunkPlace& at, const ChunkShared& sh,
                                 int later, int earlier, const uint32_t (&keys)[4]) {
   uint32_t grad[4];
-  load_matrices(grad, sh.scores.at(earlier * kSubChunk, later * kSubChunk, MatrixLane(at.lane)));
-  mma_bf16(before[0], grad, keys[0], keys[1]);
-  mma_bf16(before[1], grad, keys[2], keys[3]);
+  load_matrices(grad,
+                sh.scores.at(earlier * kSubChunk, later * kSubChunk, MatrixLane::across(at.lane)));
+  mma_bf16(before[0], keys, grad[0], grad[1]);
+  mma_bf16(before[1], keys, grad[2], grad[3]);
 }
 
-/// after += dA^T Q.
+/// after += Q^T dA.
 __device__ inline void add_queries(SubChunkSum& after, const ChunkPlace& at, const ChunkShared& sh,
                                    int later, int earlier, const uint32_t (&queries)[4]) {
   uint32_t grad[4];
   load_matrices_transposed(
-      grad, sh.scores.at(earlier * kSubChunk, later * kSubChunk, MatrixLane::across(at.lane)));
-  mma_bf16(after[0], grad, queries[0], queries[1]);
-  mma_bf16(after[1], grad, queries[2], queries[3]);
+      grad, sh.scores.at(earlier * kSubChunk, later * kSubChunk, MatrixLane(at.lane)));
+  mma_bf16(after[0], queries, grad[0], grad[1]);
+  mma_bf16(after[1], queries, grad[2], grad[3]);
 }
 
-/// The tiles of one K-slice of a chunk, and what a warp does with them.
-class SliceTiles {
- public:
-  __device__ SliceTiles(const ChunkPlace& at, const ChunkShared& sh)
-      : at_(at), sh_(sh), place_(tile_offset(MatrixLane(at.lane).row, MatrixLane(at.lane).half)) {}
+/// A tile of the warp's K-slice as A of (channels x tokens).
+__device__ inline void load_tile(uint32_t (&m)[4], const ChunkPlace& at, const ChunkShared& sh,
+                                 int which) {
+  const MatrixLane across = MatrixLane::across(at.lane);
+  load_matrices_transposed(m, sh.tile(at.warp, which) + tile_offset(across.row, across.half));
+}
 
-  /// sum += the column sums of a tile times x.
-  __device__ void add_through(float (&sum)[4], int which, const SubChunkSum& x) const {
-    uint32_t m[4];
-    load_matrices(m, sh_.tile(at_.warp, which) + place_);
-    add_products(sum, m[0], m[1], m[2], m[3], x);
-  }
-  /// A tile as two B operands.
-  __device__ void load(uint32_t (&m)[4], int which) const {
-    load_matrices_transposed(m, sh_.tile(at_.warp, which) + place_);
-  }
-
- private:
-  const ChunkPlace& at_;
-  const ChunkShared& sh_;
-  const int place_;
-};
-
-/// The decays of every sub-chunk, of this lane's four channels.
+/// The decays of every sub-chunk, of this lane's two channels.
 __device__ inline void load_sub_chunk_decays(const ChunkPlace& at, const ChunkShared& sh,
-                                             float (&d)[kSubChunks][4]) {
-  const int c = at.lane % 4;
+                                             float (&d)[kSubChunks][2]) {
 #pragma unroll
   for (int b = 0; b < kSubChunks; ++b) {
-    const float2 low = *reinterpret_cast<const float2*>(sh.decays(at.warp, b) + 2 * c);
-    const float2 high = *reinterpret_cast<const float2*>(sh.decays(at.warp, b) + 8 + 2 * c);
-    d[b][0] = low.x;
-    d[b][1] = low.y;
-    d[b][2] = high.x;
-    d[b][3] = high.y;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      d[b][j] = sh.decays(at.warp, b)[at.lane / 4 + 8 * j];
+    }
   }
 }
 
 /// From the chunk to its halves, sub-chunks 0 and 1 and sub-chunks 2 and 3.
 __device__ inline void descend_to_halves(const ChunkPlace& at, const ChunkShared& sh,
-                                         const SliceTiles& tiles, const float (&d)[kSubChunks][4],
-                                         ChunkSums& sums, const float (&chunk_through)[4],
-                                         float (&half_through)[2][4]) {
-  float halves[2][4];  // decays
+                                         const float (&d)[kSubChunks][2], ChunkSums& sums,
+                                         float (&half_through)[2][2]) {
+  const float (&chunk_through)[2] = sums.through[0];
+  float halves[2][2];  // decays
+  float from_last[2] = {}, from_first[2] = {};
+  uint32_t m[4];
+  // The factors across the halves are rounded twice; here their decays are applied in fp32.
+  load_tile(m, at, sh, kQueryFactor + 2);
+  add_products(from_last, m, sums.before[3]);
+  load_tile(m, at, sh, kKeyFactor);
+  add_products(from_first, m, sums.after[0]);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < 2; ++j) {
     halves[0][j] = d[0][j] * d[1][j];
     halves[1][j] = d[2][j] * d[3][j];
+    half_through[0][j] = fmaf(d[2][j], from_last[j], halves[1][j] * chunk_through[j]);
+    half_through[1][j] = fmaf(d[1][j], from_first[j], halves[0][j] * chunk_through[j]);
   }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    half_through[0][j] = halves[1][j] * chunk_through[j];
-    half_through[1][j] = halves[0][j] * chunk_through[j];
-  }
-  // The factors across the halves are rounded twice; here their decays are applied in fp32.
-  float from_last[4] = {}, from_first[4] = {};
-  tiles.add_through(from_last, kQueryFactor + 2, sums.before[3]);
-  tiles.add_through(from_first, kKeyFactor, sums.after[0]);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    half_through[0][j] = fmaf(d[2][j], from_last[j], half_through[0][j]);
-    half_through[1][j] = fmaf(d[1][j], from_first[j], half_through[1][j]);
-  }
-  tiles.add_through(half_through[0], kQueryFactor + 1, sums.before[2]);
-  tiles.add_through(half_through[1], kKeyFactor + 1, sums.after[1]);
+  uint32_t keys[4], queries[4];
+  load_tile(queries, at, sh, kQueryFactor + 1);
+  add_products(half_through[0], queries, sums.before[2]);
+  load_tile(keys, at, sh, kKeyFactor + 1);
+  add_products(half_through[1], keys, sums.after[1]);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    scale_columns(sums.before[2 + i], halves[0]);
-    scale_columns(sums.after[i], halves[1]);
+    scale_channels(sums.before[2 + i], halves[0]);
+    scale_channels(sums.after[i], halves[1]);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint32_t m[4];
-    tiles.load(m, i == 0 ? kKeyHalfFactor : kKeyFactor + 1);
-    add_keys(sums.before[2], at, sh, 2, i, m);
-    add_keys(sums.before[3], at, sh, 3, i, m);
-    tiles.load(m, i == 0 ? kQueryFactor + 1 : kQueryHalfFactor);
-    add_queries(sums.after[0], at, sh, 2 + i, 0, m);
-    add_queries(sums.after[1], at, sh, 2 + i, 1, m);
+    add_queries(sums.after[i], at, sh, 2, i, queries);
+    add_keys(sums.before[2 + i], at, sh, 2 + i, 1, keys);
+  }
+  load_tile(queries, at, sh, kQueryHalfFactor);
+  load_tile(keys, at, sh, kKeyHalfFactor);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    add_queries(sums.after[i], at, sh, 3, i, queries);
+    add_keys(sums.before[2 + i], at, sh, 2 + i, 0, keys);
   }
 }
 
 /// From the chunk to its halves, from those to the sub-chunks.
 __device__ inline void descend_to_sub_chunks(const ChunkPlace& at, const ChunkShared& sh,
-                                             ChunkSums& sums, const float (&chunk_through)[4],
-                                             float (&through)[kSubChunks][4]) {
-  const SliceTiles tiles(at, sh);
-  float d[kSubChunks][4], half_through[2][4];
+                                             ChunkSums& sums) {
+  float (&through)[kSubChunks][2] = sums.through;
+  float d[kSubChunks][2], half_through[2][2];
   load_sub_chunk_decays(at, sh, d);
-  descend_to_halves(at, sh, tiles, d, sums, chunk_through, half_through);
+  descend_to_halves(at, sh, d, sums, half_through);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int e = 2 * half, h = e + 1;  // the earlier and the later sub-chunk
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < 2; ++j) {
       through[e][j] = d[h][j] * half_through[half][j];
       through[h][j] = d[e][j] * half_through[half][j];
     }
-    tiles.add_through(through[e], kQueryFactor + h - 1, sums.before[h]);
-    tiles.add_through(through[h], kKeyFactor + e, sums.after[e]);
-    scale_columns(sums.before[h], d[e]);
-    scale_columns(sums.after[e], d[h]);
-    uint32_t m[4];
-    tiles.load(m, kKeyFactor + e);
-    add_keys(sums.before[h], at, sh, h, e, m);
-    tiles.load(m, kQueryFactor + h - 1);
-    add_queries(sums.after[e], at, sh, h, e, m);
+    uint32_t queries[4], keys[4];
+    load_tile(queries, at, sh, kQueryFactor + h - 1);
+    load_tile(keys, at, sh, kKeyFactor + e);
+    add_products(through[e], queries, sums.before[h]);
+    add_products(through[h], keys, sums.after[e]);
+    scale_channels(sums.before[h], d[e]);
+    scale_channels(sums.after[e], d[h]);
+    add_keys(sums.before[h], at, sh, h, e, keys);
+    add_queries(sums.after[e], at, sh, h, e, queries);
   }
 }
 

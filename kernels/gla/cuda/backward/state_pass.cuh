@@ -86,7 +86,7 @@ struct StatePassShared {
 class SliceState {
  public:
   static constexpr int kTiles = kStateColumns / kSlice;
-  static constexpr int kHigherRow = 2;  // channels from a lane's one row to the other
+  static constexpr int kHigherRow = 1;  // channels from a lane's one row to the other
 
   __device__ void clear() {
 #pragma unroll
@@ -241,7 +241,8 @@ struct ScanInputs {
   /// values by all warps, its factors and decays by the warp that has their K-slice.
   __device__ void fetch(int stage, int chunk_index, int first, int tokens, int head, int slice,
                         int lane, int column0, int columns) const {
-    copy_rows_async(sh.values(shared, stage), NearRows(values, first), tokens, column0, columns);
+    copy_rows_async(sh.values(shared, stage), NearRows(values, first), tokens, column0, columns,
+                    static_cast<int>(blockDim.x));
     const NearRows rows = factors.of_chunk(first, tokens);
     char* to = sh.slice(shared, stage, slice) + lane * 16;
 #pragma unroll
@@ -297,7 +298,8 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
     const RowTile stage = inputs.sh.values(shared, i & 1);
     wait_for_copies<0>();
     finish_rows<T>(stage, kAdjoint ? InputActivation::kNone : p.v_activation,
-                   min(kChunk, end - segment.first - chunk * kChunk), columns);
+                   min(kChunk, end - segment.first - chunk * kChunk), columns,
+                   static_cast<int>(blockDim.x));
     __syncthreads();  // the copies are seen, and nobody reads the other stage any more
     if (i + 1 < chunks) {
       fetch(i + 1);

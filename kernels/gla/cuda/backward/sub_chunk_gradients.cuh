@@ -18,28 +18,36 @@
 // dL/df_t = through + q_t before(t).
 // All factors are products of decays; nothing is divided, and no term has to cancel another.
 //
-// A lane of H changes `before` only, one of E `after` only, with the same product: that of the
-// pairs' dA, which lies at (t, s) and (s, t), by the factors of E and H, each of its own lanes.
+// A lane has four neighbouring tokens and two channels, and the lanes of a row (lane / 4) all
+// sixteen tokens of these, so that the factors of a level are, in registers, A of (channels x
+// tokens). From 16 tokens to halves, and from 8, a lane of H changes `before` only, one of E
+// `after` only, with the same product: that of the factors of E and H, each of its own lanes, by
+// the pairs' dA, which lies at (t, s) and (s, t). What four tokens do to each other is arithmetic
+// of one lane, in fp32.
 
 #include "kernels/gla/cuda/backward/chunk_factors.cuh"
-#include "kernels/gla/cuda/backward/chunk_layout.cuh"
+#include "kernels/gla/cuda/backward/chunk_place.cuh"
 
 namespace tidegate::kernels::gla {
 
-/// Accumulators of mma_bf16: x[n][2i + e] of token 2r + i and column 8n + 2c + e.
+/// Accumulators of mma_bf16: x[n][2j + e] of token 4c + 2e + n and the lane's channel j.
 using SubChunkSum = float[2][4];
 
 /// What a sub-chunk has from outside, as its lanes need it first: `active` is before(t) in lanes of
 /// the later eight tokens and after(s) in those of the earlier, `passive` the other. `through` is
-/// in parts: the whole is the sum over the group's lanes with the same c (lane % 4).
+/// in parts: the whole is the sum over the group's lanes of the same channels.
 struct SubChunkSums {
   SubChunkSum active, passive;
-  float through[4];  // [2n + e]
+  float through[2];  // [channel]
 };
 
-/// The gradients of a lane's two tokens and four channels; f is dL/df.
+/// What the last phase has of a lane's tokens and channels.
+using GradientInputs = LaneInputs<4>;
+constexpr int kLaneTokens = 4, kLaneChannels = GradientInputs::kChannels;
+
+/// The gradients of a lane's tokens and channels; f is dL/df.
 struct TokenGradients {
-  float q[2][4], k[2][4], f[2][4];
+  float q[kLaneTokens][kLaneChannels], k[kLaneTokens][kLaneChannels], f[kLaneTokens][kLaneChannels];
 };
 
 __device__ inline void swap_if(bool condition, float& a, float& b) {
@@ -48,220 +56,245 @@ __device__ inline void swap_if(bool condition, float& a, float& b) {
   b = y;
 }
 
-/// Products of decays of a lane's four channels: of its own two tokens, and of the other half of
-/// its group of 4, 8 and 16 tokens (levels 0 to 2).
+/// Exchanges two sums in some lanes.
+__device__ inline void swap_if(bool condition, SubChunkSum& a, SubChunkSum& b) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      swap_if(condition, a[n][e], b[n][e]);
+    }
+  }
+}
+
+/// sum += over this lane's tokens of a tile, A of (channels x tokens), times x, channel by channel.
+__device__ inline void add_products(float (&sum)[2], const uint32_t (&tile)[4],
+                                    const SubChunkSum& x) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 pair = unpack_pair<__nv_bfloat16>(tile[2 * n + j]);
+      sum[j] = fmaf(pair.x, x[n][2 * j], sum[j]);
+      sum[j] = fmaf(pair.y, x[n][2 * j + 1], sum[j]);
+    }
+  }
+}
+
+/// Multiplies channel by channel.
+__device__ inline void scale_channels(SubChunkSum& x, const float (&d)[2]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[n][e] *= d[e / 2];
+    }
+  }
+}
+
+/// Products of decays of a lane's channels: of its first and last two tokens, of its four, and of
+/// the next lane's four and the other eight of the sub-chunk.
 struct LaneDecays {
-  float own[4], other[3][4];
+  float first[kLaneChannels], last[kLaneChannels], own[kLaneChannels];
+  float neighbour[kLaneChannels], other[kLaneChannels];
 
-  __device__ LaneDecays(const Quad& x) {
+  __device__ explicit LaneDecays(const GradientInputs& x) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float total = own[j] = x.f[0][j] * x.f[1][j];
-#pragma unroll
-      for (int l = 0; l < 3; ++l) {
-        other[l][j] = __shfl_xor_sync(~0u, total, 4 << l);
-        total *= other[l][j];
-      }
+    for (int j = 0; j < kLaneChannels; ++j) {
+      first[j] = x.f[0][j] * x.f[1][j];
+      last[j] = x.f[2][j] * x.f[3][j];
+      own[j] = first[j] * last[j];
+      neighbour[j] = __shfl_xor_sync(~0u, own[j], 1);
+      other[j] = __shfl_xor_sync(~0u, own[j] * neighbour[j], 2);
     }
   }
 };
 
-/// A level's factors, Q in lanes of the later half and K in those of the earlier, and the decays of
-/// the lane's half and of the other. They are made for one level at a time, to save registers.
+/// The factors of a lane's four tokens, with the decays to either end of the four.
+struct LaneFactors {
+  float q[kLaneTokens][kLaneChannels], k[kLaneTokens][kLaneChannels];
+
+  __device__ LaneFactors(const GradientInputs& x, const LaneDecays& decays) {
+#pragma unroll
+    for (int j = 0; j < kLaneChannels; ++j) {
+      q[0][j] = x.q[0][j] * x.f[0][j];
+      q[1][j] = x.q[1][j] * decays.first[j];
+      q[2][j] = x.q[2][j] * (decays.first[j] * x.f[2][j]);
+      q[3][j] = x.q[3][j] * decays.own[j];
+      k[0][j] = x.k[0][j] * (x.f[1][j] * decays.last[j]);
+      k[1][j] = x.k[1][j] * decays.last[j];
+      k[2][j] = x.k[2][j] * x.f[3][j];
+      k[3][j] = x.k[3][j];
+    }
+  }
+};
+
+/// From a group to its halves: a level's factors, Q in lanes of the later half and K in those of
+/// the earlier, and the decays of the lane's half and of the other.
 struct DyadicLevel {
-  float factor[2][4];  // [token][channel]
-  float own[4], other[4];
+  SubChunkSum factor;  // as the sums have their tokens
+  float own[kLaneChannels], other[kLaneChannels];
 
-  __device__ DyadicLevel(const Quad& x, const LaneDecays& decays, int l, int lane) {
-    const auto is_later = [lane](int level) { return (lane & 4 << level) != 0; };
-    const bool later = is_later(l);
+  /// Of 16 tokens and halves of 8 (kEights), or of 8 and halves of 4.
+  template <bool kEights>
+  static __device__ DyadicLevel make(const LaneFactors& factors, const LaneDecays& decays,
+                                     int lane) {
+    const bool later = (lane & (kEights ? 2 : 1)) != 0;
+    const bool between = ((lane & 1) != 0) == later;  // the neighbour, and the half's boundary
+    DyadicLevel level;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      own[j] = decays.own[j];
-      other[j] = decays.other[l][j];
-      factor[0][j] = later ? x.q[0][j] * x.f[0][j] : x.k[0][j] * x.f[1][j];
-      factor[1][j] = later ? x.q[1][j] * own[j] : x.k[1][j];
-      float between = 1.0f;  // tokens of the half, on this lane's way to the boundary
+    for (int j = 0; j < kLaneChannels; ++j) {
+      level.own[j] = kEights ? decays.own[j] * decays.neighbour[j] : decays.own[j];
+      level.other[j] = kEights ? decays.other[j] : decays.neighbour[j];
 #pragma unroll
-      for (int below = 0; below < l; ++below) {
-        own[j] *= decays.other[below][j];
-        multiply_if(is_later(below) == later, between, decays.other[below][j]);
-      }
-      if (l > 0) {
-        factor[0][j] *= between;
-        factor[1][j] *= between;
+      for (int i = 0; i < kLaneTokens; ++i) {
+        float& factor = level.factor[i % 2][2 * j + i / 2];
+        factor = later ? factors.q[i][j] : factors.k[i][j];
+        if (kEights) {
+          multiply_if(between, factor, decays.neighbour[j]);
+        }
       }
     }
+    return level;
   }
 };
-
-/// Which registers of `pairs` are of level l, 1 or 2, all bits or none. r and 2c + e count pairs of
-/// tokens.
-__device__ inline uint32_t level_mask(int l, int lane) {
-  const int apart = (lane / 4 ^ lane % 4 * 2) / 2;
-  return (l == 2 ? apart >= 2 : apart == 1) ? ~0u : 0;
-}
-
-/// sum += over this lane's tokens of tile * x, column by column.
-__device__ inline void add_products(float (&sum)[4], uint32_t m00, uint32_t m01, uint32_t m10,
-                                    uint32_t m11, const SubChunkSum& x) {
-  const uint32_t m[2][2] = {{m00, m01}, {m10, m11}};  // [n][i]
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 pair = unpack_pair<__nv_bfloat16>(m[n][i]);
-      sum[2 * n] = fmaf(pair.x, x[n][2 * i], sum[2 * n]);
-      sum[2 * n + 1] = fmaf(pair.y, x[n][2 * i + 1], sum[2 * n + 1]);
-    }
-  }
-}
-
-/// Multiplies column by column.
-__device__ inline void scale_columns(SubChunkSum& x, const float (&d)[4]) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      x[n][e] *= d[2 * n + e % 2];
-    }
-  }
-}
-
-/// Exchanges `active` and `passive` in the lanes that change sides from one level to the next.
-__device__ inline void change_sides(int lane, int bit, SubChunkSums& sums) {
-  const bool swapped = ((lane ^ lane / 2) & bit) != 0;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      swap_if(swapped, sums.active[n][e], sums.passive[n][e]);
-    }
-  }
-}
 
 /// `through` gains what starts or ends in the other half, and `active` is decayed by it.
-__device__ inline void pass_half(const DyadicLevel& level, int l, SubChunkSums& sums) {
+__device__ inline void pass_half(const DyadicLevel& level, int distance, SubChunkSums& sums) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+  for (int j = 0; j < kLaneChannels; ++j) {
+    float to_other = level.own[j] * sums.through[j];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int j = 2 * n + e;
-      float to_other = level.own[j] * sums.through[j];
-      to_other = fmaf(level.factor[0][j], sums.active[n][e], to_other);
-      to_other = fmaf(level.factor[1][j], sums.active[n][2 + e], to_other);
-      sums.through[j] =
-          fmaf(level.other[j], sums.through[j], __shfl_xor_sync(~0u, to_other, 4 << l));
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 2 * j; e < 2 * j + 2; ++e) {
+        to_other = fmaf(level.factor[n][e], sums.active[n][e], to_other);
+      }
     }
+    sums.through[j] =
+        fmaf(level.other[j], sums.through[j], __shfl_xor_sync(~0u, to_other, distance));
   }
-  scale_columns(sums.active, level.other);
+  scale_channels(sums.active, level.other);
 }
 
-/// From a group of L = 8 or 16 tokens to its halves: `active` gains the pairs of tokens on both
-/// sides. dA is a sum of two of bf16, and between fours of tokens the factor is, too, of which the
-/// smallest product is left out. (With single bf16, these pairs made most of the gates' error.)
-template <int l>
+/// From a group of 16 (kEights) or 8 tokens to its halves: `active` gains the pairs of tokens on
+/// both sides. dA is a sum of two of bf16, and between fours of tokens the factor is, too, of which
+/// the smallest product is left out. (With single bf16, these pairs made most of the gates' error.)
+template <bool kEights>
 __device__ inline void descend_level(const DyadicLevel& level, const PairGradients& pairs, int lane,
                                      SubChunkSums& sums) {
-  pass_half(level, l, sums);
-  const uint32_t mask = level_mask(l, lane);
+  pass_half(level, kEights ? 2 : 1, sums);
+  // The lane's registers of `pairs` are of tokens of fours lane / 8 and lane % 4.
+  const int apart = lane / 8 ^ lane % 4;
+  const uint32_t mask = (kEights ? apart >= 2 : apart == 1) ? ~0u : 0;
   const uint32_t high[4] = {pairs.high.x & mask, pairs.high.y & mask, pairs.high.z & mask,
                             pairs.high.w & mask};
   const uint32_t low[4] = {pairs.low.x & mask, pairs.low.y & mask, pairs.low.z & mask,
                            pairs.low.w & mask};
+  SplitPair factor[4];  // A of (channels x tokens)
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float (&of_two)[4] = level.factor[i / 2];
+    factor[i] = split_bf16(of_two[i % 2 * 2], of_two[i % 2 * 2 + 1]);
+  }
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    SplitPair factor[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      factor[i] = split_bf16(level.factor[i][2 * n], level.factor[i][2 * n + 1]);
-      factor[i].high = transpose_matrix(factor[i].high);
-      factor[i].low = l == 1 ? transpose_matrix(factor[i].low) : 0;
+    float (&sum)[4] = sums.active[n];
+    if (!kEights) {
+      mma_bf16(sum, factor[0].low, factor[1].low, factor[2].low, factor[3].low, high[n],
+               high[n + 2]);
     }
-    if (l == 1) {
-      mma_bf16(sums.active[n], high, factor[0].low, factor[1].low);
-    }
-    mma_bf16(sums.active[n], low, factor[0].high, factor[1].high);
-    mma_bf16(sums.active[n], high, factor[0].high, factor[1].high);
+    mma_bf16(sum, factor[0].high, factor[1].high, factor[2].high, factor[3].high, low[n],
+             low[n + 2]);
+    mma_bf16(sum, factor[0].high, factor[1].high, factor[2].high, factor[3].high, high[n],
+             high[n + 2]);
   }
 }
 
-/// From a group of four tokens to its halves, each with a lane of its own: in fp32. `pairs` is dA
-/// of the later two tokens with the earlier, {(0, 0), (0, 1), (1, 0), (1, 1)}.
-__device__ inline void descend_to_pairs(const DyadicLevel& level, const float4& pairs, int lane,
-                                        SubChunkSums& sums) {
-  pass_half(level, 0, sums);
-  const bool later = (lane & 4) != 0;
-  const float across0 = later ? pairs.y : pairs.z, across1 = later ? pairs.z : pairs.y;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float first = __shfl_xor_sync(~0u, level.factor[0][2 * n + e], 4);
-      const float second = __shfl_xor_sync(~0u, level.factor[1][2 * n + e], 4);
-      float& even = sums.active[n][e];
-      float& odd = sums.active[n][2 + e];
-      even = fmaf(across0, second, fmaf(pairs.x, first, even));
-      odd = fmaf(pairs.w, second, fmaf(across1, first, odd));
-    }
-  }
+/// What a lane's four tokens have from outside, one channel.
+struct FourSums {
+  float before[kLaneTokens], after[kLaneTokens];
+};
+
+/// From two neighbouring tokens, `first` and the next, to single ones. `near` is dA of the two with
+/// themselves, and of the second with the first.
+__device__ inline void descend_to_tokens(const GradientInputs& x, const FourSums& sums,
+                                         float through, const float4& near, int first, int j,
+                                         TokenGradients& g) {
+  const int a = first, b = first + 1;
+  const float through_a = x.f[b][j] * fmaf(x.q[b][j], sums.before[b], through);
+  const float through_b = fmaf(x.f[a][j], through, x.k[a][j] * sums.after[a]);
+  const float before_b = fmaf(x.f[a][j], sums.before[b], near.z * x.k[a][j]);
+  const float after_a = x.f[b][j] * fmaf(near.z, x.q[b][j], sums.after[a]);
+  g.q[a][j] = fmaf(x.f[a][j], sums.before[a], near.x * x.k[a][j]);
+  g.q[b][j] = fmaf(x.f[b][j], before_b, near.y * x.k[b][j]);
+  g.k[a][j] = fmaf(near.x, x.q[a][j], after_a);
+  g.k[b][j] = fmaf(near.y, x.q[b][j], sums.after[b]);
+  g.f[a][j] = fmaf(x.q[a][j], sums.before[a], through_a);
+  g.f[b][j] = fmaf(x.q[b][j], before_b, through_b);
 }
 
-/// From a group of two to its tokens: a lane has both, so this is arithmetic of its own.
-__device__ inline void descend_to_tokens(const Quad& x, const SubChunkSums& sums,
-                                         const float4& near, int lane, TokenGradients& g) {
-  const SubChunkSum &active = sums.active, &passive = sums.passive;
-  const bool later = (lane & 4) != 0;
+/// From a lane's four tokens to two and two, and to single ones. `pairs` is dA of the later two
+/// with the earlier, {(2, 0), (2, 1), (3, 0), (3, 1)}.
+__device__ inline void descend_to_pairs(const GradientInputs& x, const LaneDecays& decays,
+                                        const SubChunkSum& before, const SubChunkSum& after,
+                                        const float (&through)[kLaneChannels], const float4& pairs,
+                                        const float4 (&near)[2], TokenGradients& g) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int n = j / 2, e = j % 2;
-    const float before0 = later ? active[n][e] : passive[n][e];
-    const float after1 = later ? passive[n][2 + e] : active[n][2 + e];
-    float before1 = later ? active[n][2 + e] : passive[n][2 + e];
-    float after0 = later ? passive[n][e] : active[n][e];
-    const float through0 = x.f[1][j] * fmaf(x.q[1][j], before1, sums.through[j]);
-    const float through1 = fmaf(x.f[0][j], sums.through[j], x.k[0][j] * after0);
-    before1 = fmaf(x.f[0][j], before1, near.z * x.k[0][j]);
-    after0 = x.f[1][j] * fmaf(near.z, x.q[1][j], after0);
-    g.q[0][j] = fmaf(x.f[0][j], before0, near.x * x.k[0][j]);
-    g.q[1][j] = fmaf(x.f[1][j], before1, near.y * x.k[1][j]);
-    g.k[0][j] = fmaf(near.x, x.q[0][j], after0);
-    g.k[1][j] = fmaf(near.y, x.q[1][j], after1);
-    g.f[0][j] = fmaf(x.q[0][j], before0, through0);
-    g.f[1][j] = fmaf(x.q[1][j], before1, through1);
+  for (int j = 0; j < kLaneChannels; ++j) {
+    FourSums sums;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      sums.before[i] = before[i % 2][2 * j + i / 2];
+      sums.after[i] = after[i % 2][2 * j + i / 2];
+    }
+    const float k0 = x.k[0][j] * x.f[1][j], k1 = x.k[1][j];
+    const float q2 = x.q[2][j] * x.f[2][j], q3 = x.q[3][j] * decays.last[j];
+    const float through_first =
+        fmaf(q3, sums.before[3], fmaf(q2, sums.before[2], decays.last[j] * through[j]));
+    const float through_last =
+        fmaf(k1, sums.after[1], fmaf(k0, sums.after[0], decays.first[j] * through[j]));
+    sums.before[2] = fmaf(pairs.y, k1, fmaf(pairs.x, k0, decays.first[j] * sums.before[2]));
+    sums.before[3] = fmaf(pairs.w, k1, fmaf(pairs.z, k0, decays.first[j] * sums.before[3]));
+    sums.after[0] = fmaf(pairs.z, q3, fmaf(pairs.x, q2, decays.last[j] * sums.after[0]));
+    sums.after[1] = fmaf(pairs.w, q3, fmaf(pairs.y, q2, decays.last[j] * sums.after[1]));
+    descend_to_tokens(x, sums, through_first, near[0], 0, j, g);
+    descend_to_tokens(x, sums, through_last, near[1], 2, j, g);
   }
 }
 
 /// The sums that a lane needs first, from where store_sums left them.
-__device__ inline void load_active(const float4* from, bool later, SubChunkSums& sums) {
-  const float4* active = from + (later ? 0 : 64);
-  *reinterpret_cast<float4*>(sums.active[0]) = active[0];
-  *reinterpret_cast<float4*>(sums.active[1]) = active[32];
-  *reinterpret_cast<float4*>(sums.through) = from[128];
+__device__ inline void load_sums(const ChunkShared& sh, int slice, int sub_chunk, int lane,
+                                 SubChunkSums& sums) {
+  const float4* from = sh.sums(slice, sub_chunk, lane);
+  const bool later = (lane & 2) != 0;
+  const float4 *active = from + (later ? 0 : 64), *passive = from + (later ? 64 : 0);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    *reinterpret_cast<float4*>(sums.active[n]) = active[32 * n];
+    *reinterpret_cast<float4*>(sums.passive[n]) = passive[32 * n];
+  }
+  *reinterpret_cast<float2*>(sums.through) = *sh.through_sums(slice, sub_chunk, lane);
 }
 
-__device__ inline void load_passive(const float4* from, bool later, SubChunkSums& sums) {
-  const float4* passive = from + (later ? 64 : 0);
-  *reinterpret_cast<float4*>(sums.passive[0]) = passive[0];
-  *reinterpret_cast<float4*>(sums.passive[1]) = passive[32];
-}
-
-/// The gradients of a lane's two tokens and four channels, by ChunkShared's pairs, fours and
-/// neighbours of this sub-chunk and lane.
-__device__ inline void compute_token_gradients(const Quad& x, const float4* from,
-                                               const ChunkShared& sh, int sub_chunk, int lane,
+/// The gradients of a lane's tokens and channels in a sub-chunk of a K-slice, by the sums and
+/// ChunkShared's pairs, fours and neighbours.
+__device__ inline void compute_token_gradients(const GradientInputs& x, const ChunkShared& sh,
+                                               int slice, int sub_chunk, int lane,
                                                TokenGradients& g) {
+  const int c = lane % 4;
   SubChunkSums sums;
-  load_active(from, lane >= 16, sums);
+  load_sums(sh, slice, sub_chunk, lane, sums);
   const LaneDecays decays(x);
+  const LaneFactors factors(x, decays);
   const PairGradients& pairs = sh.pairs[sub_chunk * 32 + lane];
-  descend_level<2>(DyadicLevel(x, decays, 2, lane), pairs, lane, sums);
-  load_passive(from, lane >= 16, sums);
-  change_sides(lane, 8, sums);
-  descend_level<1>(DyadicLevel(x, decays, 1, lane), pairs, lane, sums);
-  change_sides(lane, 4, sums);
-  descend_to_pairs(DyadicLevel(x, decays, 0, lane), sh.fours(sub_chunk, lane / 8), lane, sums);
-  descend_to_tokens(x, sums, sh.neighbours(sub_chunk, lane / 4), lane, g);
+  descend_level<true>(DyadicLevel::make<true>(factors, decays, lane), pairs, lane, sums);
+  swap_if(c == 1 || c == 2, sums.active, sums.passive);  // those that change sides
+  descend_level<false>(DyadicLevel::make<false>(factors, decays, lane), pairs, lane, sums);
+  swap_if(c % 2 == 0, sums.active, sums.passive);  // active: before, passive: after
+  const float4 near[2] = {sh.neighbours(sub_chunk, 2 * c), sh.neighbours(sub_chunk, 2 * c + 1)};
+  descend_to_pairs(x, decays, sums.active, sums.passive, sums.through, sh.fours(sub_chunk, c), near,
+                   g);
 }
 
 }  // namespace tidegate::kernels::gla

@@ -11,8 +11,9 @@
 //   sums       S_start do^T, D_end v^T; to the halves, to the sub-chunks            a K-slice each
 //   gradients  within the sub-chunks, level by level: dq, dk, the gate's            a K-slice each
 //
-// One __syncthreads between phases that share tiles, none inside a phase. docs/numerics.md derives
-// the sums: nothing is divided by a decay and no term cancels another.
+// One __syncthreads between phases that share tiles, none inside a phase. Each phase finds the
+// thread's place anew (ChunkPlace). docs/numerics.md derives the sums: nothing is divided by a
+// decay and no term cancels another.
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
@@ -26,9 +27,15 @@
 
 namespace tidegate::kernels::gla {
 
+/// Of a lane's tokens in the last phase the first, and of its channels.
+__device__ inline int first_lane_token(const ChunkPlace& at) { return at.lane % 4 * kLaneTokens; }
+__device__ inline int lane_channel(const ChunkPlace& at) {
+  return at.warp * kSlice + at.lane / 4 * kLaneChannels;
+}
+
 /// Leaves the sums in shared memory, where the lane finds them again.
 __device__ inline void store_sums(const ChunkPlace& at, const ChunkShared& sh,
-                                  const ChunkSums& sums, const float (&through)[kSubChunks][4]) {
+                                  const ChunkSums& sums) {
 #pragma unroll
   for (int b = 0; b < kSubChunks; ++b) {
     float4* to = sh.sums(at.warp, b, at.lane);
@@ -38,29 +45,23 @@ __device__ inline void store_sums(const ChunkPlace& at, const ChunkShared& sh,
     to[32] = make_float4(x[1][0], x[1][1], x[1][2], x[1][3]);
     to[64] = make_float4(y[0][0], y[0][1], y[0][2], y[0][3]);
     to[96] = make_float4(y[1][0], y[1][1], y[1][2], y[1][3]);
-    to[128] = make_float4(through[b][0], through[b][1], through[b][2], through[b][3]);
+    *sh.through_sums(at.warp, b, at.lane) = make_float2(sums.through[b][0], sums.through[b][1]);
   }
 }
 
-/// Four adjacent channels of a token, in the data's type.
-template <class T>
-__device__ inline void store_four(char* to, const float (&x)[4]) {
-  const float low[2] = {x[0], x[1]}, high[2] = {x[2], x[3]};
-  *reinterpret_cast<uint2*>(to) = make_uint2(pack<T, 2>(low).bits, pack<T, 2>(high).bits);
-}
-
-/// From a sub-chunk's gradients to those of what is in memory: the slopes of q's activation and of
-/// the gate. With logits, `gamma_sums` gains k (dL/df - dk), which is (1 - gamma) dgamma.
+/// From a token's gradients to those of what is in memory: the slopes of q's activation and of the
+/// gate. With logits, `gamma_sums` gains k (dL/df - dk), which is (1 - gamma) dgamma.
 template <GateKind kKind>
-__device__ inline void apply_slopes(const Quad& x, const QuadSlopes& slopes, bool live, int i,
-                                    TokenGradients& g, float4& gamma_sums) {
+__device__ inline void apply_slopes(const GradientInputs& x, const LaneSlopes<kLaneTokens>& slopes,
+                                    bool live, int i, TokenGradients& g,
+                                    float (&gamma_sums)[kLaneChannels]) {
   const float exists = live ? 1.0f : 0.0f;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < kLaneChannels; ++j) {
     g.q[i][j] *= slopes.q[i][j];
     if constexpr (kKind == GateKind::kLogit) {
       g.f[i][j] = x.k[i][j] * (g.f[i][j] - g.k[i][j]);
-      (&gamma_sums.x)[j] = fmaf(exists, g.f[i][j], (&gamma_sums.x)[j]);
+      gamma_sums[j] = fmaf(exists, g.f[i][j], gamma_sums[j]);
       g.f[i][j] *= slopes.opening[i][j];
     } else {
       g.f[i][j] *= x.f[i][j];
@@ -68,90 +69,107 @@ __device__ inline void apply_slopes(const Quad& x, const QuadSlopes& slopes, boo
   }
 }
 
-/// dq, dk and the gate's gradient of one token and the lane's four channels.
-template <class T, GateKind kKind>
-__device__ inline void store_token(const GlaParams& p, const ChunkPlace& at, int token, int channel,
-                                   bool wide_gate, const float (&dq)[4], const float (&dk)[4],
-                                   const float (&dgate)[4]) {
-  store_four<T>(at.rows.dq.row(token) + channel * 2, dq);
-  if constexpr (kKind == GateKind::kLogDecay) {
-    store_four<T>(at.rows.dk.row(token) + channel * 2, dk);
-  }
-  if (!p.gate_per_head) {
-    char* to = at.rows.dgate.row(token);
-    if (wide_gate) {
-      *reinterpret_cast<float4*>(to + channel * 4) =
-          make_float4(dgate[0], dgate[1], dgate[2], dgate[3]);
-    } else {
-      store_four<T>(to + channel * 2, dgate);
+/// A lane's channels of some tokens, the first at `to`, of which `live` exist.
+template <class T>
+__device__ inline void store_tokens(const NearRows& to, int live,
+                                    const float (&x)[kLaneTokens][kLaneChannels]) {
+#pragma unroll
+  for (int i = 0; i < kLaneTokens; ++i) {
+    if (i < live) {
+      *reinterpret_cast<typename Pack<T, kLaneChannels>::Bits*>(to.row(i)) =
+          pack<T, kLaneChannels>(x[i]).bits;
     }
   }
 }
 
-/// The warp's row of partial sums of dgamma, from what its lanes have summed up.
-__device__ inline void store_gamma_sums(const ChunkBackward& a, const ChunkPlace& at,
-                                        const float4* gamma_sums, int channel) {
-  const GlaParams& p = a.backward.forward;
-  const int r = at.lane / 4, c = at.lane % 4;
-  __syncwarp();
-  if (r < 4) {  // lane 4j + c adds up channel j of the lanes with this c
-    float sum = 0;
+/// dq, dk and the gate's gradient of a lane's tokens and channels.
+template <class T, GateKind kKind>
+__device__ inline void store_token_gradients(const GlaParams& p, const ChunkPlace& at, int token,
+                                             int channel, const TokenGradients& g) {
+  const bool wide_gate = p.gate.dtype == DType::kFloat32;
+  const auto place = [&](const NearRows& rows, int bytes) {
+    return NearRows(rows.row(token) + channel * bytes, rows.stride);
+  };
+  const int live = at.tokens - token;
+  store_tokens<T>(place(at.rows.dq, 2), live, g.q);
+  if constexpr (kKind == GateKind::kLogDecay) {
+    store_tokens<T>(place(at.rows.dk, 2), live, g.k);
+  }
+  if (p.gate_per_head) {
+    return;
+  }
+  if (wide_gate) {
+    store_tokens<float>(place(at.rows.dgate, 4), live, g.f);
+  } else {
+    store_tokens<T>(place(at.rows.dgate, 2), live, g.f);
+  }
+}
+
+/// One gate a head: the sums over the K-slice of a lane's tokens, from those over its own channels.
+__device__ inline void store_head_sums(const ChunkShared& sh, int slice, int token, int lane,
+                                       float (&sums)[kLaneTokens]) {
 #pragma unroll
-    for (int row = 0; row < 8; ++row) {
-      sum += reinterpret_cast<const float*>(gamma_sums - at.lane + row * 4 + c)[r];
+  for (float& sum : sums) {
+#pragma unroll
+    for (int distance = 4; distance < kWarpSize; distance *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, distance);
     }
-    const float bound = p.gamma == nullptr
-                            ? 0.0f
-                            : static_cast<const float*>(p.gamma)[at.head * p.key_dim + channel + r];
-    partial_sums(a, at)[channel + r] = sum / (1.0f - bound);
+  }
+  if (lane < 4) {
+    *reinterpret_cast<float4*>(sh.head_sums(slice) + token) =
+        make_float4(sums[0], sums[1], sums[2], sums[3]);
+  }
+}
+
+/// The warp's part of the chunk's row of partial sums of dgamma, from what its lanes have summed
+/// up.
+__device__ inline void store_gamma_sums(const ChunkBackward& a, const ChunkPlace& at,
+                                        const float (&gamma)[kLaneChannels],
+                                        const float (&gamma_sums)[kLaneChannels]) {
+  const float even = quad_sum(gamma_sums[0]), odd = quad_sum(gamma_sums[1]);
+  const int j = at.lane % 4;
+  if (j < kLaneChannels) {
+    partial_sums(a, at)[lane_channel(at) + j] =
+        (j == 0 ? even : odd) / (1.0f - (j == 0 ? gamma[0] : gamma[1]));
   }
 }
 
 /// The gradients of this warp's K-slice, a sub-chunk at a time; the first one's inputs are under
 /// way.
 template <class T, GateKind kKind>
-__device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace& at,
-                                       const ChunkShared& sh, QuadInputs<T, kKind>& inputs) {
+__device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace& place,
+                                       const ChunkShared& sh,
+                                       InputLoader<T, kKind, kLaneTokens>& inputs) {
   const GlaParams& p = a.backward.forward;
-  const int r = at.lane / 4, c = at.lane % 4, channel = at.warp * kSlice + 4 * c;
-  const bool wide_gate = p.gate.dtype == DType::kFloat32;
-  float gamma[4];
-  load_lane_gamma(p, at.head, channel, gamma);
-  // Kept where the first sub-chunk's sums have been.
-  float4* gamma_sums = sh.sums(at.warp, 0, at.lane);
+  float gamma[kLaneChannels], gamma_sums[kLaneChannels] = {};
+  load_lane_gamma(p, place.head(), lane_channel(place), gamma);
 #pragma unroll 1
-  for (int b = 0; b < kSubChunks && b * kSubChunk < at.tokens; ++b) {
-    const int token = b * kSubChunk + 2 * r;
-    Quad x;
-    QuadSlopes slopes;
+  for (int b = 0; b < kSubChunks && b * kSubChunk < place.rows.tokens; ++b) {
+    const ChunkPlace at = place.again();
+    const int channel = lane_channel(at);
+    const int token = b * kSubChunk + first_lane_token(at);
+    GradientInputs x;
+    LaneSlopes<kLaneTokens> slopes;
     inputs.get(gamma, at.tokens - token, x, slopes);
     TokenGradients g;
-    compute_token_gradients(x, sh.sums(at.warp, b, at.lane), sh, b, at.lane, g);
+    compute_token_gradients(x, sh, at.warp, b, at.lane, g);
     if (b + 1 < kSubChunks) {
-      inputs.move_to(token + kSubChunk);
-      inputs.load(channel);
+      inputs.move_to(token + kSubChunk, channel);
+      inputs.load();
     }
-    float4 sum = b == 0 ? make_float4(0, 0, 0, 0) : *gamma_sums;
+    float of_head[kLaneTokens];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool live = token + i < at.tokens;
-      apply_slopes<kKind>(x, slopes, live, i, g, sum);
-      if (p.gate_per_head) {
-        const float of_head = quad_sum(g.f[i][0] + g.f[i][1] + g.f[i][2] + g.f[i][3]);
-        if (c == 0) {
-          sh.head_sums(at.warp)[token + i] = of_head;
-        }
-      }
-      if (live) {
-        store_token<T, kKind>(p, at, token + i, channel, wide_gate, g.q[i], g.k[i], g.f[i]);
-      }
+    for (int i = 0; i < kLaneTokens; ++i) {
+      apply_slopes<kKind>(x, slopes, token + i < at.tokens, i, g, gamma_sums);
+      of_head[i] = g.f[i][0] + g.f[i][1];
     }
-    if constexpr (kKind == GateKind::kLogit) {
-      *gamma_sums = sum;
+    store_token_gradients<T, kKind>(p, at, token, channel, g);
+    if (p.gate_per_head) {
+      store_head_sums(sh, at.warp, token, at.lane, of_head);
     }
   }
   if (kKind == GateKind::kLogit && a.backward.dgamma_partial != nullptr) {
-    store_gamma_sums(a, at, gamma_sums, channel);
+    store_gamma_sums(a, place.again(), gamma, gamma_sums);
   }
 }
 
@@ -159,8 +177,7 @@ __device__ inline void store_gradients(const ChunkBackward& a, const ChunkPlace&
 template <class T>
 __device__ inline void store_head_gate_gradients(const ChunkBackward& a, const ChunkPlace& at,
                                                  const ChunkShared& sh) {
-  for (int token = static_cast<int>(threadIdx.x); token < at.tokens;
-       token += static_cast<int>(blockDim.x)) {
+  for (int token = at.thread(); token < at.tokens; token += at.threads()) {
     float sum = 0;
 #pragma unroll 1
     for (int s = 0; s < at.key_slices; ++s) {
@@ -175,74 +192,65 @@ __device__ inline void store_head_gate_gradients(const ChunkBackward& a, const C
   }
 }
 
-template <class T, GateKind kKind>
-__global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
-    chunk_backward_kernel(const __grid_constant__ ChunkBackward a) {
-  extern __shared__ __align__(16) char memory[];
-  const GlaParams& p = a.backward.forward;
-  const ChunkShared sh(memory, p.key_dim, p.value_dim);
-  ChunkRows& rows = sh.rows();
-  wait_for_kernels_before();
-  const auto index = static_cast<int>(blockIdx.x), heads = static_cast<int>(p.heads);
-  const int chunk = index / heads, head = index % heads;
-  if (threadIdx.x < 32) {
-    rows.find(a, chunk, head, static_cast<int>(threadIdx.x));
-  }
-  __syncthreads();
-  const ChunkPlace at(p, chunk, head, rows);
-  if (at.tokens == 0) {
-    clear_partial_sums(a, at);
-    return;
-  }
-
-  // Load.
-  const auto columns = static_cast<int>(p.value_dim);
+/// The chunk's inputs into shared memory, and the first of D_end on their way.
+template <class T>
+__device__ inline void load_inputs(const ChunkBackward& a, const ChunkPlace& at,
+                                   const ChunkShared& sh, StateGradientFetch& gradients) {
   copy_inputs(a, at, sh);
-  StateGradientFetch gradients;
   if (at.warp < at.value_slices) {
     gradients.load(a, at, 0, at.warp);
   }
   prefetch_inputs(a, at);
   wait_for_copies<0>();
-  finish_rows<T>(sh.d_o, InputActivation::kNone, at.tokens, columns);
-  finish_rows<T>(sh.values, p.v_activation, at.tokens, columns);
-  __syncthreads();
+  finish_rows<T>(sh.d_o, InputActivation::kNone, at.tokens, at.columns(), at.threads());
+  finish_rows<T>(sh.values, a.backward.forward.v_activation, at.tokens, at.columns(), at.threads());
+}
 
-  // Factors and scores.
-  compute_half_factors(at, sh);
+/// kDims: K and V, where they are the same and the compiler shall know them, which saves a tenth of
+/// the instructions and every spilled register; 0: any.
+template <class T, GateKind kKind, int kDims>
+__global__ void __launch_bounds__(kMaxKeySlices * 32, 1)
+    chunk_backward_kernel(const __grid_constant__ ChunkBackward a) {
+  extern __shared__ __align__(16) char memory[];
+  const GlaParams& p = a.backward.forward;
+  const int64_t key_dim = kDims > 0 ? kDims : p.key_dim;
+  const int64_t value_dim = kDims > 0 ? kDims : p.value_dim;
+  const ChunkShared sh(memory, key_dim, value_dim);
+  wait_for_kernels_before();
+  sh.rows().find(a, static_cast<int>(threadIdx.x));
   __syncthreads();
-  compute_all_scores(at, sh);
+  const auto here = [&] { return ChunkPlace(key_dim, value_dim, sh.rows()); };
+  if (sh.rows().tokens == 0) {
+    clear_partial_sums(a, here());
+    return;
+  }
+
+  StateGradientFetch gradients;
+  load_inputs<T>(a, here(), sh, gradients);
   __syncthreads();
+  compute_half_factors(here(), sh);
+  __syncthreads();
+  compute_all_scores(here(), sh);
+  __syncthreads();
+  BoundaryFetch boundaries(a, here());  // on their way during dv
+  store_value_gradients<T>(a, here(), sh, gradients);
 
-  // dv, while the first states for the sums are on their way.
-  BoundaryFetch boundaries(a, at);
-  store_value_gradients<T>(a, at, sh, gradients);
-
-  // Sums at the chunk's boundaries, handed on to the sub-chunks.
   ChunkSums sums;
-  float through[kSubChunks][4];
-  QuadInputs<T, kKind> inputs(p, rows);
-  if (at.warp < at.key_slices) {
-    float chunk_through[4];
-    if (has_one_column_tile(at)) {
-      accumulate_boundaries<true>(at, sh, boundaries, sums, chunk_through);
-    } else {
-      accumulate_boundaries<false>(at, sh, boundaries, sums, chunk_through);
-    }
-    descend_to_sub_chunks(at, sh, sums, chunk_through, through);
-    inputs.move_to(at.lane / 4 * 2);
-    inputs.load(at.warp * kSlice + at.lane % 4 * 4);
+  InputLoader<T, kKind, kLaneTokens> inputs(p, sh.rows());
+  if (here().has_slice()) {
+    accumulate_boundaries(here(), sh, boundaries, sums);
+    descend_to_sub_chunks(here(), sh, sums);
+    inputs.move_to(first_lane_token(here()), lane_channel(here()));
+    inputs.load();
   }
   __syncthreads();  // rows and tiles give way to the sums
-
-  // Gradients within the sub-chunks.
-  if (at.warp < at.key_slices) {
-    store_sums(at, sh, sums, through);
-    store_gradients<T, kKind>(a, at, sh, inputs);
+  if (here().has_slice()) {
+    store_sums(here(), sh, sums);
+    store_gradients<T, kKind>(a, here(), sh, inputs);
   }
   if (p.gate_per_head) {
     __syncthreads();
-    store_head_gate_gradients<T>(a, at, sh);
+    store_head_gate_gradients<T>(a, here(), sh);
   }
 }
 
@@ -284,14 +292,19 @@ cudaError_t TensorBackwardUnit<T>::chunks(const ChunkBackward& work, cudaStream_
   const GlaParams& p = work.backward.forward;
   const int bytes = ChunkShared::bytes(p.key_dim, p.value_dim);
   const auto threads = static_cast<unsigned>(chunk_warps(p.key_dim) * 32);
-  const auto launch = [&]<GateKind kKind>() {
-    constexpr auto* kKernel = &chunk_backward_kernel<T, kKind>;
+  const auto launch = [&]<GateKind kKind, int kDims>() {
+    constexpr auto* kKernel = &chunk_backward_kernel<T, kKind, kDims>;
     TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
     return launch_early<kKernel>(dim3(static_cast<unsigned>(work.chunks.count * p.heads)),
                                  dim3(threads), bytes, stream, work);
   };
-  return p.gate_kind == GateKind::kLogit ? launch.template operator()<GateKind::kLogit>()
-                                         : launch.template operator()<GateKind::kLogDecay>();
+  const auto launch_sizes = [&]<GateKind kKind>() {
+    constexpr int kDims = 128;  // by far the most frequent
+    return p.key_dim == kDims && p.value_dim == kDims ? launch.template operator()<kKind, kDims>()
+                                                      : launch.template operator()<kKind, 0>();
+  };
+  return p.gate_kind == GateKind::kLogit ? launch_sizes.template operator()<GateKind::kLogit>()
+                                         : launch_sizes.template operator()<GateKind::kLogDecay>();
 }
 
 }  // namespace tidegate::kernels::gla
