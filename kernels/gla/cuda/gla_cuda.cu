@@ -179,7 +179,8 @@ cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace 
   const auto launch = [&](auto* kernel) {
     return launch_unless_empty(kernel, grid, kThreads, 0, stream, all);
   };
-  if (place == CarryPlace::kBefore) {  // the backward pass, whose states are in fours
+  if (place == CarryPlace::kBefore) {
+    // The backward pass pads its heads, so its states always come in aligned fours of floats.
     return in_fours ? launch(&compose_segments_kernel<float4, CarryPlace::kBefore>)
                     : cudaErrorInvalidValue;
   }

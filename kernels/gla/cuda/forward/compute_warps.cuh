@@ -14,7 +14,8 @@ namespace tidegate::kernels::gla {
 // ---- Producer warps ----
 //
 // Each turns whole sub-chunks into what consumers need, q~ = q pre, k~ = k suf, their scores and
-// the product of their decays, and shares nothing with the other producers.
+// the product of their decays, and shares nothing with the other producers. pre(t) is the product
+// of the sub-chunk's decays up to token t, suf(t) of those after it (tensor_forward.cuh).
 
 /// kMaps: only what the state is made of, keys and totals, without queries and scores.
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
@@ -217,6 +218,8 @@ class Producer {
   const WorkTile& work_;
   const float* bounds_;  // gamma of the work's keys, in shared memory
   const int lane_;
+  // Copies are of 16 bytes, so rows that begin elsewhere in memory lie some bytes late in a stage,
+  // and are moved to where products expect them before anything reads them.
   const LateRows late_q_, late_k_, late_v_, late_gate_;
   const bool any_late_;
   HeadRows head_gates_;

@@ -129,6 +129,8 @@ class LateRows {
 template <class Data, class Gate, GateKind kKind, int kKeys, bool kMaps>
 class Loader {
  public:
+  // hgrn2's keys are one minus its gates, and have no memory of their own. 16-bit logits are copied
+  // to where keys will be, which are made from them in place; wider ones have a place beside it.
   static constexpr bool kGateIsKey = kKind == GateKind::kLogit && sizeof(Gate) == 2;
   using Stage =
       std::conditional_t<kGateIsKey, SubChunkStage<kKeys>, SubChunkStageWithGate<Gate, kKeys>>;

@@ -38,9 +38,12 @@ struct Wkv4SingleBlockChunk {
   static constexpr int kSlotOfDk = Op::kSlotOfDk, kSlotOfDv = Op::kSlotOfDv;
 
   bool fast[kVec];
-  // On the fast path, with nothing flowing in; and what a token gets of what does.
+  // The fast path's gradients as if nothing flowed in from later chunks, and `share`: by how much
+  // what does flow in is multiplied before it is added to a token's.
   Real dk[kSteps][kVec], dv[kSteps][kVec], share[kSteps][kVec];
-  Real y_sum[kVec], z_sum[kVec];  // -dw of what flows in, per unit
+  // dw has -(flow_y y_sum + flow_z z_sum) of what flows in: sums of the states that enter the
+  // chunk's tokens, each decayed to the chunk's end.
+  Real y_sum[kVec], z_sum[kVec];
   // Step i of a scan from the end is i tokens before the chunk's last.
   Real exponent[kVec];
   Map map;
@@ -89,7 +92,7 @@ struct Wkv4SingleBlockChunk {
       s.z = fused(decay, s.z, weight[i]);
     }
     Real flow_y = 0, flow_z = 0;
-    Real kept = 1;  // of a state, to the end of the chunk
+    Real kept = 1;  // what decay leaves of a token's state at the end of the chunk
     Real dw = 0, du = 0;
     y_sum[c] = z_sum[c] = Real(0);
 #pragma unroll
