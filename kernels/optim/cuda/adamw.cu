@@ -2,12 +2,11 @@
 // on the chip, and its blocks take chunks of all parameters in turn, so that none is idle while
 // others finish a parameter.
 
-#include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/warp.cuh"
-#include "kernels/common/integers.h"
 #include "kernels/optim/adamw_cuda.h"
+#include "kernels/optim/cuda/tensor_chunks.cuh"
 
 namespace tidegate::kernels::optim {
 namespace {
@@ -17,12 +16,9 @@ constexpr int kBlocksPerMultiprocessor = 4;
 constexpr int kPacks = 2;  // of four numbers, that a thread has at once
 constexpr int kChunk = kThreads * kPacks * 4;
 
-/// Where each parameter's chunks begin.
-struct Chunks {
-  unsigned first[AdamwParams::kMost + 1];
-};
+using AdamwChunks = TensorChunks<AdamwParams::kMost>;
 
-static_assert(sizeof(AdamwParams) + sizeof(Chunks) <= 4096,
+static_assert(sizeof(AdamwParams) + sizeof(AdamwChunks) <= 4096,
               "adamw_kernel has more than 4096 bytes of parameters");
 
 /// What is one for all weights of a parameter.
@@ -125,7 +121,8 @@ __device__ inline void step_chunk(const AdamwParams& p, const StepFactors& f,
 
 template <class Gradient>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    adamw_kernel(const __grid_constant__ AdamwParams p, const __grid_constant__ Chunks chunks) {
+    adamw_kernel(const __grid_constant__ AdamwParams p,
+                 const __grid_constant__ AdamwChunks chunks) {
   const unsigned end = chunks.first[p.count];
   unsigned chunk = blockIdx.x;
   int index = 0;
@@ -145,23 +142,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 }  // namespace
 
 cudaError_t adamw(const AdamwParams& params, cudaStream_t stream) {
-  Chunks chunks = {};
-  int64_t total = 0;
-  for (int i = 0; i < params.count; ++i) {
-    total += ceil_div(params.tensors[i].size, int64_t{kChunk});
-    // Chunks are counted in 32 bits, with room for a stride past the last.
-    if (total > int64_t{1} << 30) {
-      return cudaErrorInvalidValue;
-    }
-    chunks.first[i + 1] = static_cast<unsigned>(total);
-  }
-  DeviceLimits device;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
-  const int64_t most = int64_t{device.multiprocessors} * kBlocksPerMultiprocessor;
+  AdamwChunks chunks = {};
+  int64_t blocks = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(lay_out_chunks(
+      params.count, kChunk, kBlocksPerMultiprocessor, [&](int i) { return params.tensors[i].size; },
+      &chunks, &blocks));
   const auto kernel =
       params.gradients == DType::kBFloat16 ? &adamw_kernel<__nv_bfloat16> : &adamw_kernel<float>;
-  return launch_unless_empty(kernel, total < most ? total : most, dim3(kThreads), 0, stream, params,
-                             chunks);
+  return launch_unless_empty(kernel, blocks, dim3(kThreads), 0, stream, params, chunks);
 }
 
 }  // namespace tidegate::kernels::optim

@@ -1,11 +1,10 @@
 // Many tensors in bfloat16 times one factor in float32, in one launch. As in adamw.cu the grid is
 // as large as fits on the chip, and its blocks take chunks of all tensors in turn.
 
-#include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/numeric.cuh"
 #include "kernels/common/cuda/warp.cuh"
-#include "kernels/common/integers.h"
+#include "kernels/optim/cuda/tensor_chunks.cuh"
 #include "kernels/optim/scale_cuda.h"
 
 namespace tidegate::kernels::optim {
@@ -19,10 +18,7 @@ constexpr int kVec = 8;    // numbers of an access
 constexpr int kPacks = 2;  // accesses that a thread has under way
 constexpr int kChunk = kThreads * kPacks * kVec;
 
-/// Where each tensor's chunks begin.
-struct ScaleChunks {
-  unsigned first[ScaleParams::kMost + 1];
-};
+using ScaleChunks = TensorChunks<ScaleParams::kMost>;
 
 static_assert(sizeof(ScaleParams) + sizeof(ScaleChunks) <= 4096,
               "scale_kernel has more than 4096 bytes of parameters");
@@ -72,20 +68,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
 cudaError_t scale(const ScaleParams& params, cudaStream_t stream) {
   ScaleChunks chunks = {};
-  int64_t total = 0;
-  for (int i = 0; i < params.count; ++i) {
-    total += ceil_div(params.sizes[i], int64_t{kChunk});
-    // Chunks are counted in 32 bits, with room for a stride past the last.
-    if (total > int64_t{1} << 30) {
-      return cudaErrorInvalidValue;
-    }
-    chunks.first[i + 1] = static_cast<unsigned>(total);
-  }
-  DeviceLimits device;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&device));
-  const int64_t most = int64_t{device.multiprocessors} * kBlocksPerMultiprocessor;
-  return launch_unless_empty(&scale_kernel, total < most ? total : most, dim3(kThreads), 0, stream,
-                             params, chunks);
+  int64_t blocks = 0;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(lay_out_chunks(
+      params.count, kChunk, kBlocksPerMultiprocessor, [&](int i) { return params.sizes[i]; },
+      &chunks, &blocks));
+  return launch_unless_empty(&scale_kernel, blocks, dim3(kThreads), 0, stream, params, chunks);
 }
 
 }  // namespace tidegate::kernels::optim

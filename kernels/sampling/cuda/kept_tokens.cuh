@@ -104,7 +104,7 @@ struct DigitSums {
   __device__ void add(uint32_t digit, uint32_t weight) {
     atomicAdd(&words[digit][0].x + threadIdx.x % kCopies, weight);
   }
-  /// Of digit threadIdx.x / kDigitThreads.
+  /// The sum of digit threadIdx.x / kDigitThreads, in each of its threads.
   __device__ unsigned long long sum() const {
     unsigned long long all = 0;
 #pragma unroll

@@ -179,8 +179,8 @@ __device__ float near_gumbel(uint32_t word) {
   const float small = fmaf(0.5f * uniform, uniform, uniform);
   return -__logf(uniform < 0x1p-8f ? small : -__logf(1.0f - uniform));
 }
-// Of -log(1 - U), U >= 2^-8, the fast logarithm and its argument are 2^-21 off at most, which is
-// 2^-13 of it; the series leaves out 2^-17.
+// The fast logarithm of 1 - U, U >= 2^-8, and its argument are 2^-21 off at most, which is 2^-13 of
+// the result; the series leaves out 2^-17.
 constexpr float kGumbelError = 5e-4f;
 
 /// No word above this has a Gumbel number as large as `wanted`, nor has near_gumbel() of it: that

@@ -392,7 +392,7 @@ cudaError_t launch_tensor_step(const ForgettingAttentionStepParams& p, bool cach
                                cudaStream_t stream) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  // Of few warps each has more under way.
+  // Where warps are few, each has more of its keys and values under way.
   constexpr int kFewStages = 6, kFewWarps = 4, kBytes = kFewWarps * kFewStages * 9 * 1024;
   const int64_t warps = p.plan.splits * p.key_heads * p.layout.batch;
   const bool are_few = kDim <= 128 && warps <= kFewWarps * int64_t{limits.multiprocessors} &&

@@ -135,7 +135,8 @@ struct DyadicLevel {
   SubChunkSum factor;  // as the sums have their tokens
   float own[kLaneChannels], other[kLaneChannels];
 
-  /// Of 16 tokens and halves of 8 (kEights), or of 8 and halves of 4.
+  /// The level of 16 tokens, whose halves have eight (kEights), or that of eight with halves of
+  /// four.
   template <bool kEights>
   static __device__ DyadicLevel make(const LaneFactors& factors, const LaneDecays& decays,
                                      int lane) {

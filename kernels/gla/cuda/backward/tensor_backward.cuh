@@ -27,7 +27,7 @@
 
 namespace tidegate::kernels::gla {
 
-/// Of a lane's tokens in the last phase the first, and of its channels.
+/// The first of the tokens, and of the channels, that a lane has in the last phase.
 __device__ inline int first_lane_token(const ChunkPlace& at) { return at.lane % 4 * kLaneTokens; }
 __device__ inline int lane_channel(const ChunkPlace& at) {
   return at.warp * kSlice + at.lane / 4 * kLaneChannels;

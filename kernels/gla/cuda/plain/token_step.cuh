@@ -420,12 +420,12 @@ cudaError_t launch_token_step(const GlaParams& p, const TokenStepOptions& option
   const int64_t blocks = p.layout.sequences * p.heads * tiles;
   const int64_t padded = ceil_div(p.key_dim, int64_t{T::kRows}) * T::kRows;
   TokenStepLaunch launch = {static_cast<int>(tiles), options.h0_is_settled, false, 0};
-  // Of many blocks' states, the memory is busy anyway.
+  // With the states of many blocks the memory is busy anyway.
   launch.prefetches = p.h0 != nullptr && blocks <= 2 * int64_t{limits.multiprocessors};
   int64_t bytes = 3 * padded * static_cast<int64_t>(sizeof(float)) +
                   PendingInBlock::bytes(options.pending.count, static_cast<int>(padded));
   if (are_many_states(p, limits)) {
-    // Of states that are only read, as many as have room.
+    // States that are only read are taken by as many blocks at once as have room.
     const int at_once =
         p.h_final != nullptr ? T::kBlocksAtOnce : token_step_blocks(kKind, kPending);
     if (p.h0 != nullptr) launch.wave = at_once * limits.multiprocessors;

@@ -139,7 +139,8 @@ struct UnalignedChain {
   unsigned tile;
   int sharing;  // the tile holds the last channels of 2^sharing sequences; 0: channels of one
 
-  /// Of the launch, `sharing` is what ScanChains says, as it says in which order chains stand.
+  /// Chain `index` of a launch: ScanChains says in which order chains stand, and the launch's
+  /// `sharing`.
   template <class Launch>
   __device__ UnalignedChain(int64_t index, const Launch& launch) : sharing(0) {
     const auto chain = static_cast<unsigned>(index);
@@ -201,7 +202,7 @@ class UnalignedCopies {
     const int step = lane_of_part / threads, piece = lane_of_part % threads;
     word_ = step | piece * kPieceBytes | (lane - lane_of_part) << 8 | sharing << 16;
   }
-  /// The same, taken apart anew.
+  /// The same copies in a word that the compiler takes apart anew.
   __device__ UnalignedCopies unpacked() const {
     UnalignedCopies copies = *this;
     asm volatile("" : "+r"(copies.word_));  // or its parts are kept from chunk to chunk
