@@ -26,6 +26,7 @@ struct ForgettingAttentionPlan {
   int tile = 0;        // on tensor cores: 1 takes the larger tiles forward, the smaller backward, 0
                        // the others (cuda/tile_configs.cuh); 2 Hopper's (cuda/hopper/select.cuh)
   int64_t splits = 0;  // a step: splits of the cache, whose results are combined
+  bool in_clusters = false;     // a step on CUDA: the splits are blocks of a cluster, one launch
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };
 
@@ -82,6 +83,12 @@ struct ForgettingAttentionBackwardParams {
 };
 
 /// One query a batch row, the last of lengths[b] tokens, against a cache.
+///
+/// With `prune`, keys are left out whose weights are proven to be below prune together. The query's
+/// score of its own key is known, and scale |q| key_norms is no less than that of any key before
+/// its gates are added; so a key weighs at most exp(scale |q| key_norms + c_p - c_j - own score),
+/// and all that are older weigh less. Those from which on this is below prune / capacity are not
+/// read.
 struct ForgettingAttentionStepParams {
   SequenceLayout layout = {};  // B, 1, B: the queries
   int64_t heads = 0;           // Hq
@@ -96,11 +103,32 @@ struct ForgettingAttentionStepParams {
   HeadSeries v = {};      // [B, Tmax, Hkv, D] in q.dtype
   HeadSeries log_f = {};  // [B, Tmax, Hq], any strides, state type: each token's own gate
   const int32_t* lengths = nullptr;  // [B], where the data lives; clamped to [0, Tmax]
-  HeadSeries o = {};                 // [B, 1, Hq, D] in q.dtype, written
+  double prune = 0;                  // bound on the weight that a row may drop; 0: none is dropped
+  HeadSeries key_norms = {};  // [B, 1, Hkv, 1], any strides, state type: at least the length of
+                              // each head's longest key; read where prune is above 0
+  HeadSeries o = {};  // [B, 1, Hq, D] in q.dtype, written
   AttentionPath path = AttentionPath::kAuto;
   ForgettingAttentionPlan plan = {};
   void* workspace = nullptr;
+  const int32_t* first_keys = nullptr;  // on CUDA, by the launch: of the workspace, or null
 };
+
+/// What lies in a step's workspace: the oldest key that pruning leaves of each head [B, Hkv], where
+/// there is pruning; then partial results of splits, `partials` bytes of them.
+struct StepWorkspace {
+  int64_t partials_at = 0;  // bytes from the start
+  int64_t bytes = 0;
+
+  StepWorkspace(const ForgettingAttentionStepParams& params, int64_t partials) {
+    const int64_t first_keys =
+        params.layout.batch * params.key_heads * static_cast<int64_t>(sizeof(int32_t));
+    if (params.prune > 0) partials_at = (first_keys + 15) / 16 * 16;
+    bytes = partials_at + partials;
+  }
+};
+
+/// By how much a bound of scores is widened for what their sums are rounded by.
+constexpr double kScoreSlack = 1.0001;
 
 /// The largest D of any kernel.
 constexpr int64_t kMaxAttentionHeadDim = 256;

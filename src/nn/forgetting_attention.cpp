@@ -3,6 +3,7 @@
 #include "tidegate/ops/init.h"
 
 #include <cmath>
+#include <limits>
 #include <regex>
 
 #include "src/nn/attention_switches.h"
@@ -35,8 +36,15 @@ std::optional<std::pair<double, double>> parse_init(const std::string& text, int
   return std::nullopt;
 }
 
-// max|w| of a norm: over its channels, and over the heads, which is a bound for each.
-Tensor largest_weight(const Norm& norm) { return widen(norm->weight.detach()).abs().amax(); }
+// At least as long as any row that a norm makes of `width` channels: max|w| sqrt(width) by its
+// weights w, of all heads; a hundredth more covers that rows are rounded, to bf16 at worst.
+Tensor longest_row(const Norm& norm, int64_t width) {
+  const Tensor weight = norm->weight.detach();
+  const auto wide = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::linalg_vector_norm(weight, std::numeric_limits<double>::infinity(), at::nullopt,
+                                /*keepdim=*/false, wide) *
+         (1.01 * std::sqrt(static_cast<double>(width)));
+}
 
 }  // namespace
 
@@ -136,19 +144,25 @@ Tensor ForgettingAttentionImpl::attend_state(const Tensor& q, const AttentionSta
 }
 
 Tensor ForgettingAttentionImpl::attend_step(const Tensor& q, const AttentionState& state) const {
+  // Without a norm nothing is known of keys that are not read, so all of them are.
+  std::optional<double> prune;
+  OptionalTensor key_norms;
+  if (options.prune() && k_norm) {
+    prune = options.prune();
+    key_norms = longest_row(k_norm, switches_.head_dim).expand({state.k.size(0), state.k.size(2)});
+  }
   return forgetting_attention_step(q.select(1, 0).to(state.k.scalar_type()), state.k, state.v,
                                    state.gates, state.lengths, /*scale=*/std::nullopt,
-                                   switches_.window)
+                                   switches_.window, prune, key_norms)
       .unsqueeze(1);
 }
 
 Tensor ForgettingAttentionImpl::unreachable(const AttentionState& state) const {
   const Tensor behind = SoftmaxAttention::unreachable(state);
   if (!options.drop_pruned()) return behind;
-  // A norm's output is at most max|w| sqrt(D) long, so |q.k| / sqrt(D) is at most this; a hundredth
-  // more covers that q and k are rounded, to bf16 at worst.
-  const Tensor bound = largest_weight(q_norm) * largest_weight(k_norm) *
-                       (1.01 * std::sqrt(static_cast<double>(switches_.head_dim)));
+  const int64_t width = switches_.head_dim;  // |q.k| / sqrt(D) is at most this
+  const Tensor bound = longest_row(q_norm, width) * longest_row(k_norm, width) *
+                       (1 / std::sqrt(static_cast<double>(width)));
   const Tensor held =
       (at::arange(state.capacity(), state.lengths.options()) < state.lengths.unsqueeze(1))
           .unsqueeze(-1);

@@ -29,6 +29,11 @@ void check_attention_options(const char* op, std::optional<double> scale,
   TORCH_CHECK(!window || *window >= 1, op, ": window must be at least 1, got ", window.value_or(0));
 }
 
+void check_prune(const char* op, std::optional<double> prune) {
+  TORCH_CHECK(!prune || (*prune >= 0 && *prune < 1), op, ": prune must lie in [0, 1), got ",
+              prune.value_or(0));
+}
+
 void check_attention_keys(const Reference& q, const char* const (&names)[3], const at::Tensor& k,
                           const at::Tensor& v, const at::Tensor& gates, const char* key_shape,
                           const char* gate_shape) {

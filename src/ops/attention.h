@@ -16,6 +16,8 @@ namespace tidegate::ops {
 void check_attention_options(const char* op, std::optional<double> scale,
                              std::optional<int64_t> window);
 
+void check_prune(const char* op, std::optional<double> prune);
+
 /// Keys, values and gates of Tk tokens; `names`: k, v, log_f as this op calls them.
 void check_attention_keys(const Reference& q, const char* const (&names)[3], const at::Tensor& k,
                           const at::Tensor& v, const at::Tensor& gates, const char* key_shape,

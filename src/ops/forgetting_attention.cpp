@@ -77,8 +77,7 @@ void check_attention(const Op& a) {
   check_attention_keys(q, {"k", "v", "log_f"}, a.k, a.v, a.log_f, "[B, Tk, Hkv, D]", "[B, Tk, Hq]");
   check_gate(q, "log_f", a.log_f);
   check_attention_options(kOp, a.scale, a.window);
-  TORCH_CHECK(!a.prune || (*a.prune >= 0 && *a.prune < 1), kOp, ": prune must lie in [0, 1), got ",
-              a.prune.value_or(0));
+  check_prune(kOp, a.prune);
   const c10::SymInt sequences = check_cu_seqlens(q, a.cu_seqlens);
   const c10::SymInt queries = a.q.sym_size(1), keys = a.k.sym_size(1);
   if (!is_given(a.cu_seqlens_k)) {

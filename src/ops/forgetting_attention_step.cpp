@@ -2,6 +2,7 @@
 // nothing but its result: the caller puts each token into the cache.
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/linalg_vector_norm.h>
 
 #include "src/ops/attention.h"
 #include "src/ops/capture.h"
@@ -22,7 +23,8 @@ namespace {
 struct ForgettingAttentionStep {
   static constexpr std::string_view kSchema =
       "forgetting_attention_step(Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
-      "gate_cache, Tensor lengths, float? scale=None, int? window=None) -> Tensor";
+      "gate_cache, Tensor lengths, float? scale=None, int? window=None, float? prune=None, "
+      "Tensor? key_norms=None) -> Tensor";
   static constexpr std::string_view kData = "q";
   /// A cache keeps its type, and decides: casting it would be reading and writing all of it.
   static constexpr CastRule kCasts[] = {{"q", Cast::kToTypeOf, "k_cache"}};
@@ -30,6 +32,8 @@ struct ForgettingAttentionStep {
   const at::Tensor &q, &k_cache, &v_cache, &gate_cache, &lengths;
   std::optional<double> scale;
   std::optional<int64_t> window;
+  std::optional<double> prune;
+  const OptionalTensor& key_norms;
 
   at::Tensor kernel() const;
   at::Tensor meta() const;
@@ -51,12 +55,24 @@ at::Tensor ForgettingAttentionStep::meta() const {
               dtype_name(lengths.scalar_type()));
   check_shape(kOp, "lengths", lengths, "[B]", {q.sym_size(0)});
   check_attention_options(kOp, scale, window);
+  check_prune(kOp, prune);
+  TORCH_CHECK(prune.value_or(0) == 0 || is_given(key_norms), kOp, ": prune = ", *prune,
+              " needs key_norms, which say how long the keys are that are not read; got None");
+  if (is_given(key_norms)) {
+    check_device(data, "key_norms", *key_norms);
+    TORCH_CHECK(key_norms->scalar_type() == wide, kOp, ": key_norms must be ", dtype_name(wide),
+                " (q is ", dtype_name(q.scalar_type()), "), got ",
+                dtype_name(key_norms->scalar_type()));
+    check_shape(kOp, "key_norms", *key_norms, "[B, Hkv]", {q.sym_size(0), k_cache.sym_size(2)});
+  }
   return new_like(q);
 }
 
-/// In debug mode: lengths are from 0 to Tmax, and no gate that is read is above 0.
-void check_attention_step_values(const at::Tensor& q, const at::Tensor& gates,
-                                 const at::Tensor& lengths) {
+/// In debug mode: lengths are from 0 to Tmax, no gate that is read is above 0, and no key is longer
+/// than its head's `key_norms`, where these are given.
+void check_attention_step_values(const at::Tensor& q, const at::Tensor& keys,
+                                 const at::Tensor& gates, const at::Tensor& lengths,
+                                 const OptionalTensor& key_norms) {
   if (!debug_checks_enabled() || is_capturing(lengths.device()) || lengths.numel() == 0) {
     return;
   }
@@ -69,12 +85,18 @@ void check_attention_step_values(const at::Tensor& q, const at::Tensor& gates,
   const at::Tensor unread = places.ge(lengths.view({-1, 1, 1}));
   check_log_decay_values({kOpName<ForgettingAttentionStep>, "q", q}, "gate_cache",
                          gates.masked_fill(unread, 0));
+  if (!is_given(key_norms)) return;
+  const at::Tensor norms = at::linalg_vector_norm(keys, 2, at::IntArrayRef{-1}, /*keepdim=*/false,
+                                                  key_norms->scalar_type());
+  TORCH_CHECK(norms.masked_fill(unread, 0).gt(key_norms->unsqueeze(1)).any().item<bool>() == false,
+              kOpName<ForgettingAttentionStep>,
+              ": key_norms must be at least the length of each head's longest key, got less");
 }
 
 at::Tensor ForgettingAttentionStep::kernel() const {
   constexpr const char* kOp = kOpName<ForgettingAttentionStep>;
   at::Tensor o = meta();
-  check_attention_step_values(q, gate_cache, lengths);
+  check_attention_step_values(q, k_cache, gate_cache, lengths, key_norms);
   check_attention_head_dim(kOp, q.size(2));
   const at::Tensor query = q.unsqueeze(1);
   KernelInputs read(q);
@@ -91,6 +113,8 @@ at::Tensor ForgettingAttentionStep::kernel() const {
   params.k = read.head_rows(k_cache);
   params.v = read.head_rows(v_cache);
   params.log_f = attention_gates(gate_cache);
+  params.prune = prune.value_or(0);
+  if (is_given(key_norms)) params.key_norms = attention_gates(key_norms->unsqueeze(1));
   params.lengths = read.keep(lengths.contiguous()).const_data_ptr<int32_t>();
   params.o = head_series(o.unsqueeze(1));
   Launch launch(kOp, &params, o);
@@ -118,9 +142,10 @@ namespace tidegate {
 at::Tensor forgetting_attention_step(const at::Tensor& q, const at::Tensor& k_cache,
                                      const at::Tensor& v_cache, const at::Tensor& gate_cache,
                                      const at::Tensor& lengths, std::optional<double> scale,
-                                     std::optional<int64_t> window) {
+                                     std::optional<int64_t> window, std::optional<double> prune,
+                                     const std::optional<at::Tensor>& key_norms) {
   return ops::call_public<ops::ForgettingAttentionStep>(q, k_cache, v_cache, gate_cache, lengths,
-                                                        scale, window);
+                                                        scale, window, prune, key_norms);
 }
 
 }  // namespace tidegate

@@ -459,6 +459,73 @@ TEST(TokenCudaSanitize, StepOverALongCacheThatIsSettled) {
   EXPECT_TRUE(early.same_bits(late));
 }
 
+/// Old keys are left out by every kernel of a step: by clusters, by splits of a long cache, and on
+/// CUDA cores; what they read is the CPU's choice of keys.
+TEST(TokenCudaSanitize, PrunedStep) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  constexpr int64_t kHeads = 4, kKeyHeads = 2, kDim = 64, kRows = 2;
+  for (const auto& [capacity, path] : {std::pair{300, kernels::attention::AttentionPath::kAuto},
+                                       {4400, kernels::attention::AttentionPath::kAuto},
+                                       {300, kernels::attention::AttentionPath::kPlain}}) {
+    TypedSeries q = numbers(kHalf, 1, kRows, kHeads * kDim), o = q, expected = q;
+    const int64_t places = kRows * int64_t{capacity};
+    TypedSeries k = numbers(kHalf, places, kKeyHeads * kDim, 1, 6);
+    TypedSeries v = numbers(kHalf, places, kKeyHeads * kDim, 1, 7);
+    TypedSeries log_f(DType::kFloat32, 1, places, kHeads);
+    for (int64_t t = 0; t < places; ++t) {
+      for (int64_t h = 0; h < kHeads; ++h) log_f.set(t, h, h < 2 ? -2.0 : -0.01);
+    }
+    std::vector<int32_t> lengths = {capacity, capacity - 77};
+    std::vector<float> norms = {20.0f, 20.0f};
+    Device device;
+    for (TypedSeries* t : {&q, &o, &k, &v, &log_f}) device.add(*t);
+    device.add(lengths);
+    device.add(norms);
+    const auto cache = [&](const TypedSeries& t, const void* data, int64_t dim) {
+      const int64_t stride = t.columns();
+      return HeadSeries{const_cast<void*>(data), capacity * stride, stride, dim, t.dtype()};
+    };
+    kernels::attention::ForgettingAttentionStepParams step;
+    step.layout.batch = step.layout.sequences = kRows;
+    step.layout.time = 1;
+    step.heads = kHeads;
+    step.key_heads = kKeyHeads;
+    step.head_dim = kDim;
+    step.channels = kHeads * kDim;
+    step.capacity = capacity;
+    step.scale = 0.125;
+    step.prune = 1e-3;
+    step.path = path;
+    const auto point = [&](auto at, TypedSeries& to) {
+      step.q = heads_of(q, at(q), kDim);
+      step.k = cache(k, at(k), kDim);
+      step.v = cache(v, at(v), kDim);
+      step.log_f = cache(log_f, at(log_f), 1);
+      step.o = heads_of(to, at(to), kDim);
+    };
+    point([&](const TypedSeries& t) { return device.at(t.at(0, 0)); }, o);
+    step.lengths = device.at(lengths.data());
+    step.key_norms = {device.at(norms.data()), 0, 0, 1, DType::kFloat32};
+    plan_and_launch(
+        &step.plan, &step.workspace,
+        [&](auto* plan) { return kernels::attention::forgetting_attention_step_plan(step, plan); },
+        [&] { return kernels::attention::forgetting_attention_step(step, nullptr); });
+    device.finish();
+    point([](const TypedSeries& t) { return t.at(0, 0); }, expected);
+    step.lengths = lengths.data();
+    step.key_norms.data = norms.data();
+    step.plan = kernels::attention::forgetting_attention_step_plan_cpu(step);
+    std::vector<char> scratch(static_cast<size_t>(step.plan.workspace_bytes) + 16);
+    step.workspace = scratch.data();
+    kernels::attention::forgetting_attention_step_cpu(step, kernels::ParallelFor{});
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t i = 0; i < kHeads * kDim; ++i) {
+        ASSERT_NEAR(o.get(r, i).real(), expected.get(r, i).real(), 0.03) << r << ", " << i;
+      }
+    }
+  }
+}
+
 // ---- sampling ----
 
 /// By clusters of eight blocks, of two, and by one block a row.

@@ -207,6 +207,27 @@ def test_pruning_changes_little_and_drops_what_is_unreachable():
 
 
 @torch.no_grad()
+def test_a_pruned_step_reads_what_can_be_seen():
+    """QK-norm bounds the keys of a state, so that a step leaves out old ones without reading them;
+    without it every key is read."""
+    options = {"num_heads": 4, "prune": 1e-6}
+    x = torch.randn(2, 300, DIM, dtype=torch.float64)
+    for more, is_read in (({"preset": "pro"}, False), ({"preset": "llama"}, True)):
+        mixer = make(options | more)
+        mixer.gate_bias.fill_(-2.0)
+        _, state = mixer(x, mixer.init_state(2, capacity=301))
+        last = torch.randn(2, DIM, dtype=torch.float64)
+        kept, hidden = copy.deepcopy(state), copy.deepcopy(state)
+        hidden.k[:, :200] = torch.nan
+        y, found = (mixer.step(last, s) for s in (kept, hidden))
+        assert found.isnan().any() == is_read
+        if not is_read:
+            torch.testing.assert_close(found, y, rtol=0.0, atol=0.0)
+            mixer.prune = None
+            torch.testing.assert_close(mixer.step(last, copy.deepcopy(state)), y, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
 def test_a_token_that_may_be_seen_is_never_dropped():
     """With open gates nothing is unreachable, and a fixed state fills."""
     mixer = make({"preset": "pro", "prune": 1e-6, "drop_pruned": True})

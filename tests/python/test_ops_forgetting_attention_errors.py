@@ -140,6 +140,10 @@ BAD_STEP = [
     ({"lengths": torch.tensor([3], dtype=torch.int32)}, ["lengths must have shape [B] = [2]"]),
     ({"window": 0}, ["window must be at least 1"]),
     ({"scale": 0.0}, ["scale must be above 0"]),
+    ({"prune": 1.0}, ["prune must lie in [0, 1), got 1"]),
+    ({"prune": 1e-3}, ["prune = 0.001 needs key_norms", "got None"]),
+    ({"key_norms": zeros(2, 4)}, ["key_norms must have shape [B, Hkv] = [2, 2]"]),
+    ({"key_norms": zeros(2, 2, dtype=torch.float64)}, ["key_norms must be float32", "float64"]),
 ]
 
 
@@ -164,6 +168,11 @@ def test_values_of_a_step_are_checked_when_debugging(
     monkeypatch.setenv("TIDEGATE_DEBUG", "1")
     step(**arguments)
     step(**arguments | {"lengths": limits})
+    arguments["k_cache"][1, 2, 1] = 2.0  # sqrt(32) long
+    norms = torch.full((2, 2), 5.7, device=device)
+    step(**arguments | {"prune": 1e-3, "key_norms": norms})
+    short = arguments | {"prune": 1e-3, "key_norms": 0.9 * norms}
+    raises(step, "forgetting_attention_step: key_norms must be at least the length", **short)
     for wrong in ([3, 8], [-1, 7]):
         lengths = torch.tensor(wrong, dtype=torch.int32, device=device)
         parts = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -109,11 +110,101 @@ def test_steps_equal_prefill(device: str) -> None:
         torch.testing.assert_close(o, whole[:, t], rtol=1e-5, atol=1e-6)
 
 
+PRUNED_HEADS = [(2, 2), (4, 1), (10, 2)]
+
+
+def pruned_inputs(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, time: int, device: str
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Keys of length sqrt(D), and gates from those that forget within ten tokens to open ones."""
+    rng = torch.Generator().manual_seed(heads[0] + head_dim)
+    rows = (4, time, heads[1], head_dim)
+    k = torch.nn.functional.normalize(torch.randn(rows, generator=rng), dim=-1) * head_dim**0.5
+    of_keys = torch.arange(heads[0]) // (heads[0] // heads[1])  # the head of a query head's keys
+    logits = torch.randn(4, time, heads[0], generator=rng) + 2 * of_keys
+    wide = recurrence.state_dtype(dtype)
+    tensors = {
+        "q": torch.randn(4, heads[0], head_dim, generator=rng).to(dtype),
+        "k_cache": k.to(dtype),
+        "v_cache": torch.randn(rows, generator=rng).to(dtype),
+        "gate_cache": torch.nn.functional.logsigmoid(logits).to(wide),
+    }
+    norms = torch.full((1, 1), 1.01 * head_dim**0.5, dtype=wide, device=device)
+    return {n: t.to(device) for n, t in tensors.items()}, norms.expand(4, heads[1])
+
+
+def kept_keys(a: dict[str, Tensor], norms: Tensor, row: int, count: int, prune: float) -> list[int]:
+    """The oldest key of each head of keys that the definition of `prune` leaves, in float64."""
+    q, k, gates = (a[n][row].double().cpu() for n in ("q", "k_cache", "gate_cache"))
+    group, scale = q.shape[0] // k.shape[1], q.shape[1] ** -0.5
+    oldest = [count - 1] * k.shape[1]
+    for head in range(q.shape[0]):
+        g = head // group
+        fade = gates[:count, head].flip(0).cumsum(0).flip(0) - gates[:count, head]
+        most = scale * q[head].norm() * norms[row, g].double().cpu() + fade
+        own = scale * q[head] @ k[count - 1, g]
+        kept = most - own >= math.log(prune / k.shape[0]) + 1e-6
+        oldest[g] = min(oldest[g], int(kept.nonzero()[0]))
+    return oldest
+
+
+@pytest.mark.parametrize("dtype", attention_cases.DTYPES)
+@pytest.mark.parametrize("heads", PRUNED_HEADS, ids=str)
+@pytest.mark.parametrize(("head_dim", "time", "window"), [(40, 2500, None), (64, 700, 300)])
+def test_pruned_step_reads_no_more_than_it_must(
+    head_dim: int,
+    time: int,
+    window: int | None,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """What is left out weighs less than prune, and is not read: NaN there changes nothing."""
+    prune = 1e-3
+    a, norms = pruned_inputs(heads, head_dim, dtype, time, device)
+    counts = [time, 1, 0, 600]
+    lengths = torch.tensor(counts, dtype=torch.int32, device=device)
+    whole = ops.forgetting_attention_step(**a, lengths=lengths, window=window)
+    pruned = {"lengths": lengths, "window": window, "prune": prune, "key_norms": norms}
+    o = ops.forgetting_attention_step(**a, **pruned)
+    largest = a["v_cache"].abs().max().item()
+    rounding = 4 * torch.finfo(dtype).eps * largest
+    assert (o - whole).abs().max().item() <= 2 * prune * largest + rounding
+    is_any_hidden = False
+    for row, count in enumerate(counts):
+        if count == 0:
+            continue
+        oldest = kept_keys(a, norms, row, count, prune)
+        for g, first in enumerate(oldest):
+            # A thousandth of the bound is added for rounding: a few keys of a fade that hardly
+            # moves may stay.
+            hidden = max(0, int(0.9 * first) - 10)
+            is_any_hidden |= hidden > 0
+            for name in ("k_cache", "v_cache"):
+                a[name][row, :hidden, g] = torch.nan
+    assert is_any_hidden
+    assert torch.equal(ops.forgetting_attention_step(**a, **pruned), o)
+
+
+def test_pruned_step_of_a_gate_that_is_nan_leaves_out_nothing(device: str) -> None:
+    a, norms = pruned_inputs((2, 2), 16, torch.float32, 900, device)
+    lengths = torch.full((4,), 900, dtype=torch.int32, device=device)
+    a["gate_cache"][0, 899, 0] = torch.nan
+    a["q"][1, 1, 3] = torch.nan
+    o = ops.forgetting_attention_step(**a, lengths=lengths, prune=1e-3, key_norms=norms)
+    same = ops.forgetting_attention_step(**a, lengths=lengths)
+    assert o[0, 0].isnan().all() and o[1, 1].isnan().all()
+    assert torch.equal(o.isnan(), same.isnan())
+
+
 def test_step_inside_torch(device: str) -> None:
     case = AttentionCase(batch=2, heads=4, key_heads=2, head_dim=8)
     q, k, v, gates = step_inputs(case, 12, device)
     lengths = torch.tensor([12, 3], dtype=torch.int32, device=device)
     torch.library.opcheck(raw.forgetting_attention_step.default, (q, k, v, gates, lengths, None, 5))
+    norms = torch.full((2, 2), 99.0, device=device)
+    pruned = (q, k, v, gates, lengths, None, 5, 1e-3, norms)
+    torch.library.opcheck(raw.forgetting_attention_step.default, pruned)
     with torch.inference_mode():
         expected = ops.forgetting_attention_step(q, k, v, gates, lengths)
     with torch.autocast(device, dtype=torch.bfloat16):  # the cache decides

@@ -63,6 +63,8 @@ at::Tensor forgetting_attention_step(const at::Tensor& q, const at::Tensor& k_ca
                                      const at::Tensor& v_cache, const at::Tensor& gate_cache,
                                      const at::Tensor& lengths,
                                      std::optional<double> scale = std::nullopt,
-                                     std::optional<int64_t> window = std::nullopt);
+                                     std::optional<int64_t> window = std::nullopt,
+                                     std::optional<double> prune = std::nullopt,
+                                     const std::optional<at::Tensor>& key_norms = std::nullopt);
 
 }  // namespace tidegate

@@ -271,8 +271,10 @@ ForgettingAttentionPlan forgetting_attention_step_plan_cpu(
     const ForgettingAttentionStepParams& params) {
   ForgettingAttentionPlan plan;
   plan.splits = std::max<int64_t>(ceil_div(params.capacity, kStepSplit), 1);
-  plan.workspace_bytes = params.layout.batch * params.heads * plan.splits *
-                         step_partial(params.head_dim) * element_size(state_dtype(params.q.dtype));
+  const int64_t partials = params.layout.batch * params.heads * plan.splits *
+                           step_partial(params.head_dim) *
+                           element_size(state_dtype(params.q.dtype));
+  plan.workspace_bytes = StepWorkspace(params, partials).bytes;
   return plan;
 }
 
@@ -282,19 +284,25 @@ void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
   const int64_t splits = params.plan.splits, group = params.heads / params.key_heads;
   const int64_t stride = step_partial(params.head_dim);
   const int64_t bytes = element_size(state_dtype(params.q.dtype));
+  auto* const first_keys = static_cast<int32_t*>(params.workspace);  // where keys are pruned
+  auto* const partials =
+      static_cast<std::byte*>(params.workspace) + StepWorkspace(params, 0).partials_at;
   const auto partial = [&](int64_t b, int64_t head, int64_t split) {
-    return static_cast<std::byte*>(params.workspace) +
-           ((b * params.heads + head) * splits + split) * stride * bytes;
+    return partials + ((b * params.heads + head) * splits + split) * stride * bytes;
   };
-  // The parts of sequence b that hold keys: [first, last).
-  const auto parts = [&](int64_t b) {
+  const auto length_of = [&](int64_t b) {
+    return std::clamp<int64_t>(params.lengths[b], 0, params.capacity);
+  };
+  // The parts of a head of keys of sequence b that hold what is read: [first, last).
+  const auto parts = [&](int64_t b, int64_t key_head) {
     struct {
-      int64_t length, first, last;
+      int64_t length, oldest, first, last;
     } range;
-    range.length = std::clamp<int64_t>(params.lengths[b], 0, params.capacity);
-    const int64_t oldest =
-        params.window > 0 ? std::max<int64_t>(range.length - params.window, 0) : 0;
-    range.first = oldest / kStepSplit;
+    range.length = length_of(b);
+    range.oldest = params.prune > 0    ? first_keys[b * params.key_heads + key_head]
+                   : params.window > 0 ? std::max<int64_t>(range.length - params.window, 0)
+                                       : 0;
+    range.first = range.oldest / kStepSplit;
     range.last = ceil_div(range.length, kStepSplit);
     return range;
   };
@@ -308,16 +316,23 @@ void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
       parallel.run(total, all);
     }
   };
+  if (params.prune > 0) {
+    run(params.layout.batch * params.key_heads, params.capacity * group, [&](int64_t i) {
+      const int64_t b = i / params.key_heads, key_head = i % params.key_heads;
+      first_keys[i] =
+          static_cast<int32_t>(kernels.first_step_key(params, b, key_head, length_of(b)));
+    });
+  }
   run(params.layout.batch * params.key_heads * splits,
       std::min(params.capacity, kStepSplit) * group * params.head_dim, [&](int64_t i) {
         const int64_t split = i % splits, key_head = i / splits % params.key_heads;
         const int64_t b = i / splits / params.key_heads;
-        const auto range = parts(b);
+        const auto range = parts(b, key_head);
         if (split < range.first || split >= range.last) return;
         StepItem item;
         item.batch = b;
         item.key_head = key_head;
-        item.begin = split * kStepSplit;
+        item.begin = std::max(split * kStepSplit, range.oldest);
         item.end = std::min((split + 1) * kStepSplit, range.length);
         item.length = range.length;
         item.partial = partial(b, key_head * group, split);
@@ -326,7 +341,7 @@ void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
       });
   run(params.layout.batch * params.heads, params.head_dim, [&](int64_t i) {
     const int64_t b = i / params.heads, head = i % params.heads;
-    const auto range = parts(b);
+    const auto range = parts(b, head / group);
     kernels.combine_step(params, b, head, partial(b, head, range.first), stride,
                          range.last - range.first);
   });

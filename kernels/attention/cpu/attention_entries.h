@@ -77,6 +77,16 @@ void attention_finish(const ForgettingAttentionBackwardParams& grads, const Atte
   });
 }
 
+int64_t attention_first_step_key(const ForgettingAttentionStepParams& params, int64_t batch,
+                                 int64_t key_head, int64_t length) {
+  int64_t first = length;
+  with_data_types(params.q.dtype, [&](auto state, auto data) {
+    first = StepPart<TypeOf<decltype(state)>, TypeOf<decltype(data)>>::first_key(params, batch,
+                                                                                 key_head, length);
+  });
+  return first;
+}
+
 void attention_step(const ForgettingAttentionStepParams& params, const StepItem& item) {
   with_data_types(params.q.dtype, [&](auto state, auto data) {
     StepPart<TypeOf<decltype(state)>, TypeOf<decltype(data)>>::run(params, item);

@@ -13,6 +13,42 @@ template <class R, class E>
 struct StepPart {
   static constexpr int kBlock = kLanes<R>;  // keys that are scored together
 
+  /// The oldest key that one of the query heads of `key_head` may see in spite of pruning: gates
+  /// are added up from the newest key back, until their sum has fallen far enough for each of them.
+  static TIDEGATE_NOINLINE int64_t first_key(const ForgettingAttentionStepParams& params,
+                                             int64_t batch, int64_t key_head, int64_t length) {
+    const int64_t group = params.heads / params.key_heads;
+    const int64_t oldest = params.window > 0 && length > params.window ? length - params.window : 0;
+    int64_t first = length;
+    for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
+      const double least = least_fade(params, batch, key_head, head, length);
+      const GateRows<R, const R> gates(params.log_f, batch, 0, head);
+      double fade = 0;  // the gates after key `j`
+      int64_t j = length;
+      while (j > oldest && !(fade < least)) fade += held_log_gate(gates.at(--j));
+      if (j < first) first = j;
+    }
+    return first;
+  }
+
+  /// The sum of gates below which a key of this head is left out; NaN leaves out none.
+  static TIDEGATE_INLINE double least_fade(const ForgettingAttentionStepParams& params,
+                                           int64_t batch, int64_t key_head, int64_t head,
+                                           int64_t length) {
+    const E* q = HeadRows<const E>(params.q, batch, 0, head).first;
+    const E* k = HeadRows<const E>(params.k, batch, 0, key_head).row(length > 0 ? length - 1 : 0);
+    double square = 0, own = 0;
+    for (int64_t n = 0; length > 0 && n < params.head_dim; ++n) {
+      const double x = static_cast<double>(element<R>(q + n));
+      square += x * x;
+      own += x * static_cast<double>(element<R>(k + n));
+    }
+    const double norm =
+        static_cast<double>(*HeadRows<const R>(params.key_norms, batch, 0, key_head).first);
+    return __builtin_log(params.prune / static_cast<double>(params.capacity)) -
+           params.scale * (kScoreSlack * __builtin_sqrt(square) * norm - own);
+  }
+
   static TIDEGATE_NOINLINE void run(const ForgettingAttentionStepParams& params,
                                     const StepItem& item) {
     const int64_t group = params.heads / params.key_heads;

@@ -30,14 +30,27 @@ constexpr int kLeastSplit = 64;  // splits are multiples of so many keys, and th
 /// A partial result: o times its sum, then maximum, sum, and the sum of the split's gates.
 __host__ __device__ constexpr int64_t partial_numbers(int64_t head_dim) { return head_dim + 3; }
 
-/// Where the splits of one sequence lie: as equal as tiles allow, over the keys that it really has.
+/// The oldest key of a sequence of `length` keys that window and pruning leave of a head of keys.
+__device__ inline int64_t oldest_key(const ForgettingAttentionStepParams& p, int64_t batch,
+                                     int64_t key_head, int64_t length) {
+  if (p.first_keys != nullptr) return p.first_keys[batch * p.key_heads + key_head];
+  return p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
+}
+
+/// Where the splits of one head of keys of one sequence lie: as equal as tiles allow, over the keys
+/// that are read of it.
 struct Splits {
   int64_t oldest, length;
   int64_t keys;  // of a split
 
-  __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch) {
-    length = max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.capacity));
-    oldest = p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
+  __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch, int64_t key_head)
+      : Splits(p, batch, key_head, p.lengths[batch]) {}
+
+  /// The same with a length that was read before.
+  __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch, int64_t key_head,
+                    int32_t tokens) {
+    length = max(int64_t{0}, min(int64_t{tokens}, p.capacity));
+    oldest = oldest_key(p, batch, key_head, length);
     const int64_t equal = (length - oldest + p.plan.splits - 1) / p.plan.splits;
     keys = (equal + kLeastSplit - 1) / kLeastSplit * kLeastSplit;
   }

@@ -85,8 +85,8 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
         rope: theta of the rotary positions; None: no positions.
         window: how many tokens, itself included, a token sees. None: all before it.
         prune: leave out weights that are provably below this in all; see
-            `tidegate.ops.forgetting_attention`. None: none. For whole sequences: a step reads every
-            key that its state holds.
+            `tidegate.ops.forgetting_attention`. None: none. A step reads less of its state, too,
+            where QK-norm bounds its keys; without it, every key that its state holds.
         drop_pruned: whether a full state drops tokens whose weight in every query to come is
             provably below `prune` in all, which keeps it small where gates are strong. The proof
             needs QK-norm, which bounds q.k.
@@ -251,6 +251,11 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
         )
 
     def _attend_step(self, q: Tensor, state: AttentionState) -> Tensor:
+        prune = key_norms = None
+        # Without a norm nothing is known of keys that are not read, so all of them are.
+        if self.prune is not None and self.k_norm is not None:
+            prune = self.prune
+            key_norms = self._longest_row(self.k_norm).expand(state.k.shape[0], state.k.shape[2])
         o = ops.forgetting_attention_step(
             q[:, 0].to(state.k.dtype),
             state.k,
@@ -258,6 +263,8 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
             state.gates,
             state.lengths,
             window=self.window,
+            prune=prune,
+            key_norms=key_norms,
         )
         return o[:, None]
 
@@ -265,10 +272,8 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
         behind = super()._unreachable(state)
         if not self.drop_pruned:
             return behind
-        # A norm's output is at most max|w| sqrt(D) long, so |q.k| / sqrt(D) is at most this; a
-        # hundredth more covers that q and k are rounded, to bf16 at worst.
-        largest = [self._largest_weight(norm) for norm in (self.q_norm, self.k_norm)]
-        bound = largest[0] * largest[1] * (1.01 * math.sqrt(self.head_dim))
+        longest = [self._longest_row(norm) for norm in (self.q_norm, self.k_norm)]
+        bound = longest[0] * longest[1] / math.sqrt(self.head_dim)  # of |q.k| / sqrt(D)
         held = torch.arange(state.capacity, device=bound.device) < state.lengths[:, None]
         log_f = state.gates.masked_fill(~held[..., None], 0.0)
         fades = log_f.flip(1).cumsum(1).flip(1) - log_f  # from the token to the last
@@ -276,9 +281,12 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
         gone = (((fades + 2 * bound) < limit) & held[..., None]).all(-1).sum(1)
         return gone if behind is None else torch.maximum(gone, behind)
 
-    def _largest_weight(self, norm: nn.Module) -> Tensor:
-        """max|w| of a norm: over its channels, and over the heads, which is a bound for each."""
-        return widen(norm.weight.detach()).abs().amax()
+    def _longest_row(self, norm: nn.Module) -> Tensor:
+        """At least as long as any row that a norm makes of a head: max|w| sqrt(D) by its weights w,
+        of all heads; a hundredth more covers that rows are rounded, to bf16 at worst."""
+        weight = norm.weight.detach()
+        largest = torch.linalg.vector_norm(weight, math.inf, dtype=wide_dtype(weight.dtype))
+        return largest * (1.01 * math.sqrt(self.head_dim))
 
     def extra_repr(self) -> str:
         return (

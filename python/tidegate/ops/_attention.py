@@ -76,6 +76,8 @@ def forgetting_attention_step(
     *,
     scale: float | None = None,
     window: int | None = None,
+    prune: float | None = None,
+    key_norms: Tensor | None = None,
 ) -> Tensor:
     """The newest token of :func:`forgetting_attention` against a cache, for decoding.
 
@@ -91,6 +93,14 @@ def forgetting_attention_step(
             as Tmax; with TIDEGATE_DEBUG=1 they raise, and so does a gate above 0.
         scale: above 0; ``D ** -0.5`` when None.
         window: as in :func:`forgetting_attention`.
+        prune: as in :func:`forgetting_attention`; needs key_norms. The oldest keys whose weights are
+            proven to be below prune together are not read, nor are their values: an element of o
+            changes by at most ``2 * prune * max|v|``.
+        key_norms: [B, Hkv] in gate_cache's dtype, any strides: at least the Euclidean length of the
+            longest key that a row of the cache holds of each head, which is what bounds the scores
+            of keys that are not read. A norm of the keys gives it: RMS normalisation with weights w
+            makes none longer than ``max|w| * sqrt(D)``. Too small a bound leaves out keys that
+            matter (with TIDEGATE_DEBUG=1 it raises).
 
     Returns:
         o [B, Hq, D]. Has no gradient: raises when an argument requires one and gradients are
@@ -99,8 +109,9 @@ def forgetting_attention_step(
     """
     check_number("forgetting_attention_step", "scale", scale)
     check_number("forgetting_attention_step", "window", window)
+    check_number("forgetting_attention_step", "prune", prune)
     return torch.ops.tidegate.forgetting_attention_step(
-        q, k_cache, v_cache, gate_cache, lengths, scale, window
+        q, k_cache, v_cache, gate_cache, lengths, scale, window, prune, key_norms
     )
 
 

@@ -40,7 +40,7 @@ struct ClusterSplit {
   __device__ ClusterSplit(const ForgettingAttentionStepParams& p, int length_read, int split,
                           int splits) {
     const int64_t length = max(int64_t{0}, min(int64_t{length_read}, p.capacity));
-    const int64_t oldest = p.window > 0 ? max(int64_t{0}, length - p.window) : 0;
+    const int64_t oldest = oldest_key(p, blockIdx.z, blockIdx.y, length);
     const int64_t equal = (length - oldest + splits - 1) / splits;
     const int64_t keys =
         (equal + TensorStepTile::kKeys - 1) / TensorStepTile::kKeys * TensorStepTile::kKeys;
@@ -77,10 +77,12 @@ __device__ inline void weigh_splits(const SplitSums& all, int splits, int heads,
 }
 
 /// Asks for a split's newest keys and values while the kernel before still runs. `length` may be
-/// that before this token or after it: either will do.
+/// that before this token or after it: either will do. Where keys are pruned, that kernel says
+/// which there are.
 template <class E>
 __device__ inline void ask_for_keys(const ForgettingAttentionStepParams& p, int length, int own,
                                     int splits) {
+  if (p.first_keys != nullptr) return;
   const ClusterSplit split(p, length, own, splits);
   const AttentionRows<const E> keys(p.k, blockIdx.z, 0, blockIdx.y),
       values(p.v, blockIdx.z, 0, blockIdx.y);

@@ -1,9 +1,11 @@
 // Decoding: how a cache is split over blocks, the launches, and putting the splits together.
 
 #include <algorithm>
+#include <cstddef>
 
 #include "kernels/attention/attention_step_cuda.h"
 #include "kernels/attention/cuda/decode/cluster_step_kernel.cuh"
+#include "kernels/attention/cuda/decode/first_keys_kernel.cuh"
 #include "kernels/attention/cuda/decode/step_kernel.cuh"
 #include "kernels/attention/cuda/decode/tensor_step_kernel.cuh"
 #include "kernels/attention/cuda/rows.cuh"
@@ -68,7 +70,7 @@ __global__ void __launch_bounds__(kCombineParts* StepTile::kMaxDim)
                                (batch * p.heads + head) * p.plan.splits * partial_numbers(dim);
   Real maximum = -static_cast<Real>(INFINITY), total = 0, sum = 0;
   double gates = 0;
-  int64_t newest = Splits(p, batch).used();
+  int64_t newest = Splits(p, batch, head / (p.heads / p.key_heads)).used();
   SplitPart<Real> next;
   next.load(partials, newest, dim);
   for (; newest > 0; newest -= kCombinedAtOnce) {
@@ -204,15 +206,17 @@ cudaError_t attention_step_plan(const ForgettingAttentionStepParams& params,
     int blocks = 0;
     TIDEGATE_RETURN_IF_CUDA_ERROR(cluster_blocks(params, &blocks));
     if (blocks > 0) {
+      plan->in_clusters = true;
       plan->splits = blocks;
-      plan->workspace_bytes = 0;
+      plan->workspace_bytes = StepWorkspace(params, 0).bytes;
       return cudaSuccess;
     }
   }
   TIDEGATE_RETURN_IF_CUDA_ERROR(count_splits(params, tensor_cores, &plan->splits));
-  plan->workspace_bytes = params.layout.batch * params.heads * plan->splits *
-                          partial_numbers(params.head_dim) *
-                          element_size(state_dtype(params.q.dtype));
+  const int64_t partials = params.layout.batch * params.heads * plan->splits *
+                           partial_numbers(params.head_dim) *
+                           element_size(state_dtype(params.q.dtype));
+  plan->workspace_bytes = StepWorkspace(params, partials).bytes;
   return cudaSuccess;
 }
 
@@ -220,17 +224,24 @@ cudaError_t attention_step(const ForgettingAttentionStepParams& params, cudaStre
   return attention_step(params, /*cache_is_settled=*/false, stream);
 }
 
-cudaError_t attention_step(const ForgettingAttentionStepParams& params, bool cache_is_settled,
+cudaError_t attention_step(const ForgettingAttentionStepParams& given, bool cache_is_settled,
                            cudaStream_t stream) {
   Step step;
-  step.params = params;
+  step.params = given;
+  ForgettingAttentionStepParams& params = step.params;
+  if (params.prune > 0) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_first_keys(params, stream));
+    params.first_keys = static_cast<const int32_t*>(params.workspace);
+  }
+  params.workspace =
+      static_cast<std::byte*>(params.workspace) + StepWorkspace(params, 0).partials_at;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   return dispatch_real(params.q.dtype, [&]<class E>() {
     constexpr int kVec = 16 / sizeof(E);
     if constexpr (sizeof(E) == 2) {
       if (params.plan.path == AttentionPath::kTensorCore) {
-        if (params.plan.workspace_bytes == 0) {
+        if (params.plan.in_clusters) {
           return launch_cluster_step<E>(params, static_cast<int>(params.plan.splits), stream);
         }
         TIDEGATE_RETURN_IF_CUDA_ERROR(launch_tensor_step<E>(params, cache_is_settled, stream));

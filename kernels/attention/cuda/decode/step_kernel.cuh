@@ -210,7 +210,7 @@ struct StepBlock {
         group(p.heads / p.key_heads),
         keys(p.k, batch, 0, key_head),
         values(p.v, batch, 0, key_head) {
-    const Splits splits(p, batch);
+    const Splits splits(p, batch, key_head);
     begin = splits.begin(split);
     end = splits.begin(split + 1);
     tiles = static_cast<int>((end - begin + step.tile - 1) / step.tile);

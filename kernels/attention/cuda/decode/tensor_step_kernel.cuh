@@ -321,9 +321,7 @@ struct SplitKeys {
   int64_t begin, end, length;
 
   __device__ SplitKeys(const ForgettingAttentionStepParams& p, int32_t tokens) {
-    ForgettingAttentionStepParams of = p;
-    of.lengths = &tokens;
-    const Splits splits(of, 0);
+    const Splits splits(p, blockIdx.z, blockIdx.y, tokens);
     begin = splits.begin(blockIdx.x);
     end = splits.begin(blockIdx.x + 1);
     length = splits.length;
@@ -340,13 +338,14 @@ __global__ void __launch_bounds__(32)
   let_next_kernel_begin();
   using Warp = TensorStepWarp<E, kDim, kStages>;
   using Head = TensorStepHead<E, kDim, kStages>;
-  // The length is that before the last token or after it. Whichever it is, the first tiles of a
+  // Where keys are pruned, the kernel before says where splits lie. Elsewhere
+  // the length is that before the last token or after it. Whichever it is, the first tiles of a
   // split far from the end are those of before: far enough that no line of the first-level cache,
   // which gates come through, holds a gate that is yet to be written.
   constexpr int64_t kFar = 32;
   const int32_t* const length = p.lengths + blockIdx.z;
   int64_t begin = 0, end = 0;
-  if (cache_is_settled) {
+  if (cache_is_settled && p.first_keys == nullptr) {
     const SplitKeys before(p, *const_cast<const volatile int32_t*>(length));
     if (before.end + kFar <= before.length) {
       begin = before.begin;
