@@ -93,9 +93,9 @@ def forgetting_attention_step(
             as Tmax; with TIDEGATE_DEBUG=1 they raise, and so does a gate above 0.
         scale: above 0; ``D ** -0.5`` when None.
         window: as in :func:`forgetting_attention`.
-        prune: as in :func:`forgetting_attention`; needs key_norms. The oldest keys whose weights are
-            proven to be below prune together are not read, nor are their values: an element of o
-            changes by at most ``2 * prune * max|v|``.
+        prune: as in :func:`forgetting_attention`; needs key_norms. The oldest keys whose weights
+            are proven to be below prune together are not read, nor are their values: an element of
+            o changes by at most ``2 * prune * max|v|``.
         key_norms: [B, Hkv] in gate_cache's dtype, any strides: at least the Euclidean length of the
             longest key that a row of the cache holds of each head, which is what bounds the scores
             of keys that are not read. A norm of the keys gives it: RMS normalisation with weights w
