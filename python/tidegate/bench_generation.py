@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import statistics
 import time
@@ -16,14 +17,27 @@ from pathlib import Path
 import torch
 
 from . import _library
-from .models import CausalLM, presets
+from .models import CausalLM, LMConfig, presets
 from .training.errors import UserError
 
 _GRAPHS = "TIDEGATE_CUDA_GRAPHS"
+# Over how many tokens the heads of a pruned model forget: from one to a thousand, as those of
+# trained models do (docs/forgetting_transformer.md), in equal steps of the logarithm.
+_SPANS = (1.0, 1000.0)
 _DEFAULT = {
     "cuda": ["hgrn2-385m", "hgrn-379m", "fox-360m", "transformer-360m"],
     "cpu": ["demo"],
 }
+
+
+@dataclass
+class Prefill:
+    """Reading one long prompt, beside the forward pass of training (tokens/s)."""
+
+    model: str
+    tokens: int
+    prefill: float
+    training_forward: float
 
 
 @dataclass
@@ -38,6 +52,7 @@ class Row:
     eager: float | None
     bound: float  # the weights read, the states read and written, at the speed of a copy
     first_token_ms: float  # reading the prompts, and one token
+    prune: float | None = None  # of forgetting attention, whose bound is then of what it leaves
 
 
 def main(arguments: list[str]) -> int:
@@ -50,14 +65,21 @@ def main(arguments: list[str]) -> int:
     for name in names:
         if name not in known:
             raise UserError(f"bench: --models: no preset {name!r}; there are {', '.join(known)}")
-    rows = []
+    rows, prefills = [], []
     speed = copy_speed(device)
     print(f"{_device_name(device)}, {options.dtype or dtype}, a copy {speed / 1e9:,.0f} GB/s")
     print(f"prompt {options.prompt}, {options.new} new tokens; tokens/s a sequence")
+    if options.prune is not None:
+        print(
+            f"pruned at {options.prune:g}, with QK-norm; heads forget over {_SPANS[0]:g} to "
+            f"{_SPANS[1]:g} tokens, and the bound has the keys that are left"
+        )
     print(f"{'model':<18}{'batch':>6}{'tokens/s':>10}{'eager':>9}{'bound':>9}{'of it':>7}"
           f"{'in all':>10}{'prompt ms':>11}")  # fmt: skip
     for name in names:
-        model = random_model(name, device, dtype)
+        model = random_model(name, device, dtype, options.prune)
+        if options.prefill:
+            prefills.append(measure_prefill(name, model, options.prefill, options.repeats))
         for batch in options.batches:
             row = measure(name, model, batch, options, speed)
             rows.append(row)
@@ -69,6 +91,11 @@ def main(arguments: list[str]) -> int:
                 flush=True,
             )
         del model
+    for read in prefills:
+        print(
+            f"{read.model}, a prompt of {read.tokens:,} tokens: {read.prefill:,.0f} tokens/s, "
+            f"{read.prefill / read.training_forward:.0%} of the forward pass of training"
+        )
     if options.json:
         facts = {
             "kind": "generation",
@@ -79,6 +106,8 @@ def main(arguments: list[str]) -> int:
             "dtype": str(dtype),
         }
         content = {**facts, "copy_bytes_per_second": speed, "rows": [asdict(row) for row in rows]}
+        if prefills:
+            content["prefills"] = [asdict(read) for read in prefills]
         if options.before:
             before = json.loads(Path(options.before).read_text(encoding="utf-8"))
             content["before"] = {key: before[key] for key in ("commit", "rows")}
@@ -98,6 +127,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--eager", action="store_true", help="also without CUDA graphs")
+    parser.add_argument(
+        "--prune",
+        type=float,
+        help="of forgetting attention: leave out what weighs less in all; with QK-norm, and gates "
+        "like a trained model's",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        metavar="TOKENS",
+        help="also read one prompt of so many tokens, beside the forward pass of training",
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument(
         "--before",
@@ -131,9 +172,21 @@ def _plot(rows: list[Row], file: str) -> None:
     figure.savefig(file)
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
+def pruned_config(name: str, config: LMConfig, prune: float) -> LMConfig:
+    """The preset with QK-norm, without which a step knows nothing of keys that it does not read."""
+    if not config.mixer.startswith("fox"):
+        raise UserError(f"bench: --prune: {name} has no forgetting attention")
+    return config.replace(mixer_options={**config.mixer_options, "prune": prune, "qk_norm": True})
+
+
+def random_model(
+    name: str, device: torch.device, dtype: torch.dtype, prune: float | None = None
+) -> CausalLM:
     """The preset's model with numbers that were drawn on the device, which is fast."""
-    model = CausalLM(presets()[name], device="meta").to_empty(device=device).to(dtype).eval()
+    config = presets()[name]
+    if prune is not None:
+        config = pruned_config(name, config, prune)
+    model = CausalLM(config, device="meta").to_empty(device=device).to(dtype).eval()
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -143,7 +196,64 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> CausalL
                 parameter.fill_(1.0)
         for buffer in model.buffers():
             buffer.zero_()
+        if prune is not None:
+            for block in model.blocks:
+                _forget_like_a_trained_one(block.mixer)
     return model
+
+
+def _forget_like_a_trained_one(mixer: torch.nn.Module) -> None:
+    """Head h's gate is near exp(-1 / span_h)."""
+    first, last = (math.log(span) for span in _SPANS)
+    bias = mixer.gate_bias
+    spans = torch.linspace(first, last, bias.numel(), device=bias.device, dtype=bias.dtype).exp()
+    bias.copy_(torch.logit(torch.exp(-1 / spans)))
+
+
+@torch.no_grad()
+def kept_share(model: CausalLM, ids: torch.Tensor, capacity: int) -> float:
+    """The share of a sequence's keys that pruning leaves to the token after `ids` [1, T], by the
+    gates of `ids`: QK-norm's weights are one, and the query's score of its own key counts as zero.
+    """
+    shares = []
+
+    def look(mixer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        log_f = mixer.log_gate(inputs[0]).double()
+        fades = log_f.flip(1).cumsum(1).flip(1) - log_f
+        least = math.log(mixer.prune / capacity) - 1.01 * math.sqrt(mixer.head_dim)
+        kept = (fades >= least).unflatten(2, (mixer.num_kv_heads, -1)).any(-1)
+        shares.append(kept.double().mean().item())
+
+    hooks = [block.mixer.register_forward_pre_hook(look) for block in model.blocks]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    return statistics.mean(shares)
+
+
+def measure_prefill(name: str, model: CausalLM, tokens: int, repeats: int) -> Prefill:
+    """Reading a prompt and drawing its first token, beside a forward pass with loss that keeps what
+    a backward pass needs."""
+    device = next(model.parameters()).device
+    ids = torch.randint(model.config.vocab_size, (1, tokens), device=device)
+    actions = (
+        lambda: model.generate(ids, 1, temperature=0.8, top_p=0.95, seed=1),
+        lambda: model(ids, "next").loss,
+    )
+    speeds = []
+    for action, is_training in zip(actions, (False, True), strict=True):
+        model.train(is_training)
+        seconds = []
+        for _ in range(repeats + 1):  # the first one makes buffers, and does not count
+            _wait(device)
+            start = time.perf_counter()
+            kept = action()
+            _wait(device)
+            seconds.append(time.perf_counter() - start)
+            del kept
+        speeds.append(tokens / statistics.median(seconds[1:]))
+    model.eval()
+    return Prefill(name, tokens, *speeds)
 
 
 def measure(
@@ -160,9 +270,13 @@ def measure(
     if options.eager and device.type == "cuda":
         with _graphs_off():
             eager = 1 / _seconds(model, ids, min(options.new, 64), 1)[1]
+    share = 1.0
+    if options.prune is not None:
+        share = kept_share(model, ids[:1], options.prompt + options.new)
     return Row(
         name, batch, options.prompt, options.new, 1 / seconds, eager,
-        speed / step_bytes(model, batch, options.prompt + options.new // 2), first * 1e3,
+        speed / step_bytes(model, batch, options.prompt + options.new // 2, share), first * 1e3,
+        options.prune,
     )  # fmt: skip
 
 
@@ -182,9 +296,10 @@ def _seconds(model: CausalLM, ids: torch.Tensor, new: int, repeats: int) -> tupl
     return first, max(whole - first, 1e-9) / new
 
 
-def step_bytes(model: CausalLM, batch: int, held: int) -> int:
+def step_bytes(model: CausalLM, batch: int, held: int, share: float = 1.0) -> float:
     """What a step must move: the weights, read once (of an embedding that is no head a row a
-    sequence); recurrent states, read and written; what attention holds of `held` tokens, read."""
+    sequence); recurrent states, read and written; what attention holds of `held` tokens, read, or
+    the `share` of it that pruning leaves."""
     tied = model.head is None
     total = sum(p.nbytes for p in model.parameters())
     if not tied:
@@ -194,7 +309,7 @@ def step_bytes(model: CausalLM, batch: int, held: int) -> int:
         mixer = block.mixer
         if getattr(mixer, "keeps_tokens", False):
             state = mixer.init_state(1, device="meta", capacity=held)
-            total += batch * sum(t.nbytes for t in state.caches)
+            total += share * batch * sum(t.nbytes for t in state.caches)
         else:
             state = mixer.init_state(batch, device="meta")
             parts = [state] if isinstance(state, torch.Tensor) else state

@@ -36,6 +36,9 @@ std::optional<std::pair<double, double>> parse_init(const std::string& text, int
   return std::nullopt;
 }
 
+// Of the keys of a cache on a GPU, where pruning begins to pay: 64 MB.
+constexpr size_t kLeastPrunedBytes = size_t{1} << 26;
+
 // At least as long as any row that a norm makes of `width` channels: max|w| sqrt(width) by its
 // weights w, of all heads; a hundredth more covers that rows are rounded, to bf16 at worst.
 Tensor longest_row(const Norm& norm, int64_t width) {
@@ -144,10 +147,12 @@ Tensor ForgettingAttentionImpl::attend_state(const Tensor& q, const AttentionSta
 }
 
 Tensor ForgettingAttentionImpl::attend_step(const Tensor& q, const AttentionState& state) const {
-  // Without a norm nothing is known of keys that are not read, so all of them are.
+  // Without a norm nothing is known of keys that are not read, so all of them are; and where a
+  // cache is small on a GPU: there it takes less time to read all of it than to find out what to.
   std::optional<double> prune;
   OptionalTensor key_norms;
-  if (options.prune() && k_norm) {
+  const bool is_worth_it = !state.k.is_cuda() || state.k.nbytes() >= kLeastPrunedBytes;
+  if (options.prune() && k_norm && is_worth_it) {
     prune = options.prune();
     key_norms = longest_row(k_norm, switches_.head_dim).expand({state.k.size(0), state.k.size(2)});
   }

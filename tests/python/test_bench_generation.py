@@ -5,8 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 
+import pytest
+import torch
+
 from tidegate import bench_generation
 from tidegate._library import build_info
+from tidegate.models import presets
+from tidegate.training.errors import UserError
 
 
 def test_the_record_names_date_commit_and_machine(tmp_path, capsys):
@@ -26,3 +31,29 @@ def test_the_record_names_date_commit_and_machine(tmp_path, capsys):
         "commit": record["commit"],
         "rows": record["rows"],
     }
+
+
+def test_pruned_models_and_long_prompts(tmp_path, capsys, monkeypatch):
+    """--prune counts what pruning leaves, --prefill reads a prompt beside a pass of training."""
+    small = presets()["fox-125m"].replace(dim=32, layers=2, vocab_size=50, glu_hidden=32)
+    monkeypatch.setattr(bench_generation, "presets", lambda: presets() | {"small-fox": small})
+    path = tmp_path / "record.json"
+    what = "--models small-fox --device cpu --batches 2 --prompt 600 --new 2 --repeats 1"
+    assert bench_generation.main([*what.split(), "--prefill", "64", "--json", str(path)]) == 0
+    whole = json.loads(path.read_text("utf-8"))
+    assert whole["prefills"][0]["tokens"] == 64
+    assert whole["rows"][0]["prune"] is None
+    assert "of the forward pass of training" in capsys.readouterr().out
+    assert bench_generation.main([*what.split(), "--prune", "1e-4", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text("utf-8"))["rows"]
+    assert row["prune"] == 1e-4
+    device, dtype = torch.device("cpu"), torch.float32
+    model = bench_generation.random_model("small-fox", device, dtype, 1e-4)
+    ids = torch.arange(600).view(1, -1) % 50
+    share = bench_generation.kept_share(model, ids, 602)
+    # Heads that forget over 1 to 1,000 tokens: of 600 keys the first see a few, the last all.
+    assert 0.3 < share < 0.8
+    held = [bench_generation.step_bytes(model, 2, 600, s) for s in (0.0, share, 1.0)]
+    assert held[1] == pytest.approx(held[0] + share * (held[2] - held[0]))
+    with pytest.raises(UserError, match="bench: --prune: demo has no forgetting attention"):
+        bench_generation.main(["--models", "demo", "--device", "cpu", "--prune", "1e-4"])

@@ -31,7 +31,8 @@ struct ForgettingAttentionOptions {
   /// Whether a gamma is taken (HGRN's lower bounds); not with gate "none".
   TORCH_ARG(bool, lower_bound) = false;
   /// Leave out weights that are provably below this in all; see forgetting_attention(). Unset:
-  /// none. For whole sequences: a step reads every key that its state holds.
+  /// none. With QK-norm, which bounds keys, a step reads less of its state, too (on a GPU: of a
+  /// state of at least 64 MB of keys); without it, every key that its state holds.
   TORCH_ARG(std::optional<double>, prune) = std::nullopt;
   /// Whether a full state drops tokens whose weight in every query to come is provably below
   /// `prune` in all; the proof needs QK-norm.

@@ -56,9 +56,13 @@ std::tuple<at::Tensor, at::Tensor> forgetting_attention(
 /// backwards, so they keep their digits however long the cache is. lengths: int32 [B], the number
 /// of tokens in each row of the cache, the current one included (0: o = 0; below 0 counts as 0,
 /// above Tmax as Tmax, with TIDEGATE_DEBUG=1 both throw, and so does a gate above 0). What lies
-/// behind them is never read. Returns o [B, Hq, D]. Has no gradient: throws c10::Error when one of
-/// the arguments requires one while gradients are recorded. Cost O(B Hq Tmax D); on CUDA, one pass
-/// over the cache for up to eight query heads a key head (four on CUDA cores).
+/// behind them is never read. prune in [0, 1) leaves out the oldest keys whose weights are proven
+/// to be below it together, unread: an element of o changes by at most 2 prune max|v|. It needs
+/// key_norms [B, Hkv] in gate_cache's dtype, any strides: at least the length of the longest key
+/// that a row of the cache holds of each head (with TIDEGATE_DEBUG=1 less throws). Returns o [B,
+/// Hq, D]. Has no gradient: throws c10::Error when one of the arguments requires one while
+/// gradients are recorded. Cost O(B Hq Tmax D); on CUDA, one pass over the cache for up to eight
+/// query heads a key head (four on CUDA cores).
 at::Tensor forgetting_attention_step(const at::Tensor& q, const at::Tensor& k_cache,
                                      const at::Tensor& v_cache, const at::Tensor& gate_cache,
                                      const at::Tensor& lengths,

@@ -33,6 +33,8 @@ _LONG = re.compile(rf"long:({_NUMBER}):({_NUMBER})")
 # A pruned cache drops a token where its weight in any query to come is below prune / 2^32: all that
 # are dropped then weigh less than prune together, for as long as there are fewer than 2^32.
 _LOG_MOST_TOKENS = 32 * math.log(2)
+# Of the keys of a cache on a GPU, where pruning begins to pay.
+_LEAST_PRUNED_BYTES = 1 << 26
 
 
 def _parse_init(gate_init: object, heads: int) -> tuple[float, float] | GateInit | None:
@@ -85,8 +87,9 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
         rope: theta of the rotary positions; None: no positions.
         window: how many tokens, itself included, a token sees. None: all before it.
         prune: leave out weights that are provably below this in all; see
-            `tidegate.ops.forgetting_attention`. None: none. A step reads less of its state, too,
-            where QK-norm bounds its keys; without it, every key that its state holds.
+            `tidegate.ops.forgetting_attention`. None: none. With QK-norm, which bounds keys, a
+            step reads less of its state, too (on a GPU: of a state of at least 64 MB of keys);
+            without it, every key that its state holds.
         drop_pruned: whether a full state drops tokens whose weight in every query to come is
             provably below `prune` in all, which keeps it small where gates are strong. The proof
             needs QK-norm, which bounds q.k.
@@ -252,8 +255,11 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
 
     def _attend_step(self, q: Tensor, state: AttentionState) -> Tensor:
         prune = key_norms = None
-        # Without a norm nothing is known of keys that are not read, so all of them are.
-        if self.prune is not None and self.k_norm is not None:
+        # Without a norm nothing is known of keys that are not read, so all of them are; and where a
+        # cache is small on a GPU: there it takes less time to read all of it than to find out what
+        # to.
+        is_worth_it = not state.k.is_cuda or state.k.nbytes >= _LEAST_PRUNED_BYTES
+        if self.prune is not None and self.k_norm is not None and is_worth_it:
             prune = self.prune
             key_norms = self._longest_row(self.k_norm).expand(state.k.shape[0], state.k.shape[2])
         o = ops.forgetting_attention_step(

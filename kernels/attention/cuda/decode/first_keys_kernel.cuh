@@ -102,10 +102,10 @@ __global__ void __launch_bounds__(FirstKeysTile::kThreads)
   auto mine = static_cast<int>(length);  // the oldest key that this thread has seen to stay
   int turn = 0;
   for (int64_t head = key_head * group; head < (key_head + 1) * group && length > 0; ++head) {
-    const double least = least_fade<E>(p, batch, key_head, head, length, limit);
     const AttentionRows<const Real> log_f(p.log_f, batch, 0, head);
     Real next[T::kKeysAThread];
     load_gates(log_f, length, oldest, next);
+    const double least = least_fade<E>(p, batch, key_head, head, length, limit);
     double newer_tiles = 0;
     for (int64_t end = length; end > oldest && !(newer_tiles < least); end -= T::kKeys) {
       double gates[T::kKeysAThread], own = 0;
@@ -115,7 +115,9 @@ __global__ void __launch_bounds__(FirstKeysTile::kThreads)
         gates[i] = gates[i] < kLeastLogGate ? kLeastLogGate : gates[i];
         own += gates[i];
       }
-      load_gates(log_f, end - T::kKeys, oldest, next);
+      // Most heads end with their first tile; the next one is asked for ahead from the second on.
+      const bool is_first = end == length;
+      if (!is_first) load_gates(log_f, end - T::kKeys, oldest, next);
       double of_tile;
       double fade = newer_tiles + sum_of_newer(own, sums.warps[turn], &of_tile);
       turn ^= 1;
@@ -126,6 +128,7 @@ __global__ void __launch_bounds__(FirstKeysTile::kThreads)
         fade += gates[i];
       }
       newer_tiles += of_tile;
+      if (is_first && !(newer_tiles < least)) load_gates(log_f, end - T::kKeys, oldest, next);
     }
   }
   atomicMin(&first, mine);

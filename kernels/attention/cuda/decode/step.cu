@@ -151,7 +151,9 @@ cudaError_t cluster_blocks(const ForgettingAttentionStepParams& p, int* blocks) 
     return pairs * now < chip / 2 ? of_warp * 2 > TensorStepTile::kKeys
                                   : pairs * now < 3 * chip && of_warp >= kLeastSplit;
   };
-  *blocks = 1;
+  // Pruning leaves some heads far more keys than others: of those, a multiprocessor alone would be
+  // the last.
+  *blocks = p.prune > 0 && keys >= kMost * kWarps * kLeastSplit ? 2 : 1;
   while (*blocks < kMost && want_more(*blocks)) *blocks *= 2;
   return cudaSuccess;
 }
