@@ -467,7 +467,7 @@ TEST(TokenCudaSanitize, PrunedStep) {
   for (const auto& [capacity, path] : {std::pair{300, kernels::attention::AttentionPath::kAuto},
                                        {4400, kernels::attention::AttentionPath::kAuto},
                                        {300, kernels::attention::AttentionPath::kPlain}}) {
-    TypedSeries q = numbers(kHalf, 1, kRows, kHeads * kDim), o = q, expected = q;
+    TypedSeries q = numbers(kHalf, kRows, kHeads * kDim), o = q, expected = q;
     const int64_t places = kRows * int64_t{capacity};
     TypedSeries k = numbers(kHalf, places, kKeyHeads * kDim, 1, 6);
     TypedSeries v = numbers(kHalf, places, kKeyHeads * kDim, 1, 7);

@@ -35,7 +35,7 @@ def test_the_record_names_date_commit_and_machine(tmp_path, capsys):
 
 def test_pruned_models_and_long_prompts(tmp_path, capsys, monkeypatch):
     """--prune counts what pruning leaves, --prefill reads a prompt beside a pass of training."""
-    small = presets()["fox-125m"].replace(dim=32, layers=2, vocab_size=50, glu_hidden=32)
+    small = presets()["fox-125m"].replace(dim=48, layers=2, vocab_size=50, glu_hidden=32)
     monkeypatch.setattr(bench_generation, "presets", lambda: presets() | {"small-fox": small})
     path = tmp_path / "record.json"
     what = "--models small-fox --device cpu --batches 2 --prompt 600 --new 2 --repeats 1"
