@@ -76,7 +76,8 @@ def models_where(record: Record) -> str:
 def models_page(record: Record) -> list[str]:
     where = record["machine"]["name"]
     optimizer = record.get("optimizer", "libtorch's AdamW")
-    lines = [f"## Models of equal size on {where}", "", models_where(record) + ".", ""]
+    what = f"{record['size']}, {record['date']}"
+    lines = [f"## Models of equal size ({what}) on {where}", "", models_where(record) + ".", ""]
     lines += [
         "`bench_models` (`tidegate bench --models`): a training step is forward, backward and "
         f"{optimizer}, in C++, eager; medians. "

@@ -461,7 +461,7 @@ TEST(TokenCudaSanitize, StepOverALongCacheThatIsSettled) {
 
 // ---- sampling ----
 
-/// By clusters of eight blocks, of two, and by one block a row.
+/// Rows are drawn from by clusters of eight blocks, of two, and by one block each.
 TEST(TokenCudaSanitize, SamplingDrawsTheCpusTokens) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
   for (const auto& [rows, vocab] : {std::pair{2, 5003}, {40, 4100}, {3, 300}}) {
