@@ -32,8 +32,8 @@ namespace tidegate::kernels::rnn {
 template <class Tile>
 class MmaMatrix;
 
-/// Vectors, f16 numbers that an element of the matrix is the sum of, warps that share columns, and
-/// how blocks exchange the vectors.
+/// A tile says how many vectors there are, of how many f16 numbers an element of the matrix is the
+/// sum, how many warps share columns, and how blocks exchange the vectors.
 template <int kVectors, int kTerms_, int kSplit, template <class> class ExchangeOf>
 struct MmaTile : MmaShape<kVectors, kSplit> {
   using Shape = MmaShape<kVectors, kSplit>;
@@ -122,7 +122,7 @@ class MmaMatrix {
   /// Whether this thread, and its warp, owns elements: the others only multiply.
   __device__ bool owns() const { return vector_of(0) < Tile::kVectors; }
 
-  /// See FmaMatrix.
+  /// Does what FmaMatrix::multiply does.
   template <class Meanwhile>
   __device__ void multiply(const float (&values)[1], float (&products)[1], Meanwhile meanwhile) {
     if (owns()) {
