@@ -226,7 +226,7 @@ TensorTuple<5> LinearCrossEntropySaving::kernel() const {
 }
 
 /// Checks what both of the backward op's functions read, and makes no results.
-void check_backward(const LinearCrossEntropyBackward& op) {
+void check_cross_entropy_backward(const LinearCrossEntropyBackward& op) {
   check_head(kCrossEntropy, head_inputs(op));
   check_device({kCrossEntropy, "x", op.x}, "dloss", op.dloss);
   check_like({kCrossEntropy, "labels", new_like(op.labels, state_dtype(op.x.scalar_type()))},
@@ -234,13 +234,13 @@ void check_backward(const LinearCrossEntropyBackward& op) {
 }
 
 TensorTuple<3> LinearCrossEntropyBackward::meta() const {
-  check_backward(*this);
+  check_cross_entropy_backward(*this);
   return {wants_x ? new_like(x) : no_gradient(x), wants_weight ? new_like(weight) : no_gradient(x),
           wants_bias ? new_gradient(bias, x) : no_gradient(x)};
 }
 
 TensorTuple<3> LinearCrossEntropyBackward::kernel() const {
-  check_backward(*this);
+  check_cross_entropy_backward(*this);
   const at::Tensor row_gradient = dloss.contiguous();
   const HeadResults results =
       linear_cross_entropy_chunks(kCrossEntropy, head_inputs(*this), head_gradients(*this),
