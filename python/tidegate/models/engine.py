@@ -13,7 +13,7 @@ from .._library import load
 
 load()
 
-# For each model, what its engine was made of, and the engine.
+# By model: what its engine was made of, and the engine.
 _engines: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Any]] = (
     weakref.WeakKeyDictionary()
 )
