@@ -25,7 +25,7 @@ def times_of(value: float | None) -> str:
 
 
 def size_of(size: float) -> str:
-    """In the unit that fits."""
+    """A size in the unit that fits."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

@@ -275,7 +275,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command."""
+    """Runs `tidegate convert`."""
     size = None if options.shard_gb is None else int(options.shard_gb * 1e9)
     try:
         print(

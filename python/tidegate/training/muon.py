@@ -197,6 +197,6 @@ class Combined:
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """The reverse of state_dict()."""
+        """Takes what state_dict() gave."""
         self.muon.load_state_dict(states["muon"])
         self.adamw.load_state_dict(states["adamw"])

@@ -202,7 +202,7 @@ class _Ready:
     tokenizer: bytes | None = None
 
     def told(self) -> _Ready:
-        """For the other processes."""
+        """What the other processes of a run are told of it."""
         file = self.corpus.tokenizer_file if self.config.tokenizer.startswith("bpe:") else None
         return dataclasses.replace(
             self,
