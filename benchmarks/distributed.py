@@ -148,7 +148,7 @@ class Measured:
         return found
 
     def checkpoint(self) -> dict[str, Any]:
-        """Of the processes the slowest counts."""
+        """Times a checkpoint; the slowest of the processes counts."""
         trainer = self.trainer
         self.group.meet()
         begin = time.perf_counter()

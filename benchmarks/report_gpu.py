@@ -36,8 +36,8 @@ WHY_NOT = {  # group -> where it says why an aim was not reached
 
 
 def gla_row(row: Record, rows: Sequence[Record]) -> list[str]:
-    """As gpu_row, with aims in microseconds and memory; hgrn2 stands beside fla's time for as many
-    tokens of gated linear attention, which is timed once."""
+    """gpu_row's cells with aims in microseconds, and memory; hgrn2 stands beside fla's time for as
+    many tokens of gated linear attention, which is timed once."""
     cells = gpu_row(row | {"goal_percent": row.get("goal_percent")})
     ours = row["results"].get("tidegate")
     if ours is None:

@@ -145,6 +145,22 @@ def headline_row(headline: Headline, rows: Sequence[Record]) -> list[str] | None
     ]
 
 
+def measured_line(records: Sequence[Record]) -> str:
+    """The machine and the versions of README's rows; where they are of several commits, the one of
+    most ops first, then the ops of each other one."""
+    versions = {name: value for record in records for name, value in record["versions"].items()}
+    ops: dict[tuple[str, str], dict[str, None]] = {}
+    for record in records:
+        shown = {id(r) for h in HEADLINES for r in rows_of(h, record["rows"]).values()}
+        ops.setdefault((record["commit"], record["date"]), {}).update(
+            {f"`{row['op']}`": None for row in record["rows"] if id(row) in shown}
+        )
+    first, *others = sorted(ops, key=lambda made: -len(ops[made]))
+    commit, date = first
+    line = machine_line({**records[0], "versions": versions, "commit": commit, "date": date})
+    return "; ".join([line, *(f"{', '.join(ops[made])}: {', '.join(made)}" for made in others)])
+
+
 def headline_table(results: Results) -> list[str]:
     """README's table, and what was measured where; empty without results of a GPU."""
     rows = baseline_rows(results)
@@ -154,13 +170,12 @@ def headline_table(results: Results) -> list[str]:
         return []
     head = ("op", "shape", "time", "how near its bound", "as fast as the fastest other library")
     records = [record for kind, record in results if kind == "baselines"]
-    machines = [machine_line(record) for record in records if "gpu" in record["machine"]]
     return [
         *table(head, shown),
         "",
         "Forward / backward. The bound is `copy_` of as many bytes, or a large matrix product, in",
         "the same run; fla is flash-linear-attention.",
-        f"{max(machines, key=len)}.",
+        f"{measured_line([record for record in records if 'gpu' in record['machine']])}.",
     ]
 
 

@@ -25,7 +25,7 @@ def times_of(value: float | None) -> str:
 
 
 def size_of(size: float) -> str:
-    """In the unit that fits."""
+    """A size in the unit that fits."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
@@ -76,7 +76,8 @@ def models_where(record: Record) -> str:
 def models_page(record: Record) -> list[str]:
     where = record["machine"]["name"]
     optimizer = record.get("optimizer", "libtorch's AdamW")
-    lines = [f"## Models of equal size on {where}", "", models_where(record) + ".", ""]
+    what = f"{record['size']}, {record['date']}"
+    lines = [f"## Models of equal size ({what}) on {where}", "", models_where(record) + ".", ""]
     lines += [
         "`bench_models` (`tidegate bench --models`): a training step is forward, backward and "
         f"{optimizer}, in C++, eager; medians. "

@@ -364,7 +364,7 @@ class Fla:
     The backward functions are called without autograd, which would cast dg from fp32: in the
     baseline's favour.
 
-    Of fla 0.6.0, chunk_hgrn's backward kernel now and then gives a wrong fp32 gradient: a row of dx
+    In fla 0.6.0, chunk_hgrn's backward kernel now and then gives a wrong fp32 gradient: a row of dx
     goes from one turn of its loop to the next through global memory, from some threads to others,
     and its PTX has no barrier.
     """

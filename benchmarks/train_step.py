@@ -235,7 +235,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_with(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The same with the attention that is set."""
+    """Measures the step with the attention that is set."""
     step = Step(options, device)
     loss = step.forward()
     first = loss.item()

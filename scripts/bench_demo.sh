@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The demo beside other models that are given the same wall time (benchmarks/demo.py), each with the
-# waiting policy that suits it (docs/training.md, "Threads that wait"). About a quarter of an hour,
+# waiting policy that suits it (docs/training_memory.md, "Threads that wait"). About a quarter of an hour,
 # for which the machine should be left alone.
 set -euo pipefail
 # shellcheck source=common.sh

@@ -7,6 +7,6 @@ source "$(dirname "$0")/common.sh"
 choose_demo_build
 scripts/build.sh tidegate
 # Threads that wait sleep instead of spinning: as fast on an idle machine, and faster beside other
-# work (figures in docs/training.md, "Threads that wait").
+# work (docs/training_memory.md, "Threads that wait").
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 exec "$python" -m tidegate demo --out runs/demo

@@ -308,7 +308,7 @@ def compared(
 
 
 def is_worse(row: dict[str, object], limit: float) -> bool:
-    """Than `limit` times its tuned shape, or than the baseline, in either direction."""
+    """Whether either direction takes more than `limit` times its tuned shape, or the baseline."""
     return any(
         row[way].get("ratio", 0) > limit or row[way].get("fla_us", math.inf) < row[way]["us"]
         for way in DIRECTIONS

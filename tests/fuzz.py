@@ -109,7 +109,7 @@ def check_case(case: AnyCase, device: str, *, backward: bool) -> None:
 
 
 def check(case: AnyCase, device: str) -> None:
-    """By the error rule; a case whose products tensor cores make, as `check_case` does.
+    """Checks by the error rule; a case whose products tensor cores make, as `check_case` does.
 
     Errors are those of bf16 operands there, whose size in a handful of numbers is chance, the
     yardstick's as the kernel's: a sum over time of ten numbers, dgamma, has seven times the

@@ -166,7 +166,7 @@ class Run {
       train(model, *row);
       if (prints_now && setup.decode_tokens > 0) std::cout << line_of(*row) << std::endl;
     }
-    // As it is served: no gradients, and on a GPU weights in bf16.
+    // The model decodes as it is served: no gradients, and on a GPU weights in bf16.
     if (setup.is_bf16) model->to(torch::kBFloat16);
     for (Row* row : rows) decode(model, *row);
     if (static_cast<size_t>(turns_) < flags_.mixers.size()) print(mixer);

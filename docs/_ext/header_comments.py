@@ -60,7 +60,7 @@ def declarations(header: Path) -> list[Declaration]:
 
 
 def _declaration(line: str, lines: Iterator[str]) -> str:
-    """From `line` on, up to the semicolon that ends it or the brace that opens its body."""
+    """The declaration from `line` on, up to the semicolon that ends it or its body's brace."""
     code = [line]
     while not re.search(r"[;{}]\s*(//.*)?$|\)\s*$", code[-1]) or _is_open("\n".join(code)):
         following = next(lines, None)

@@ -8,9 +8,9 @@
 
 namespace tidegate::kernels::attention {
 
-/// As forgetting_attention_step(), of params that it has planned. cache_is_settled: no kernel that
-/// may still run writes keys, values and gates but those of each sequence's last token, or lengths
-/// but to count it; the others are then read before the kernel before has ended.
+/// Does what forgetting_attention_step() does, by the plan that it made. cache_is_settled: no
+/// kernel that may still run writes keys, values and gates but those of each sequence's last token,
+/// or lengths but to count it; the others are then read before the kernel before has ended.
 [[nodiscard]] cudaError_t attention_step(const ForgettingAttentionStepParams& params,
                                          bool cache_is_settled, cudaStream_t stream);
 

@@ -18,15 +18,24 @@ enum class AttentionPath : uint8_t {
   kTensorCore,  // tiles on tensor cores (CUDA; 16-bit data)
 };
 
+/// Which tiles a pass on tensor cores takes: the portable kernels' (cuda/tile_configs.cuh), or
+/// those of the kernels for Hopper (cuda/hopper/).
+enum class AttentionTile : int {
+  kUsual,   // portable
+  kWide,    // portable, forward: more queries and keys, where there are many of both
+  kSmall,   // portable, backward: for chips that give a block little shared memory
+  kHopper,  // those for compute capability 9.0
+};
+
 /// What a launch needs besides its tensors. Found by the *_plan functions of
 /// forgetting_attention_cuda.h (or the *_plan_cpu functions below) for one set of params, filled
 /// into params.plan by the caller.
 struct ForgettingAttentionPlan {
   AttentionPath path = AttentionPath::kPlain;
-  int tile = 0;        // on tensor cores: 1 takes the larger tiles forward, the smaller backward, 0
-                       // the others (cuda/tile_configs.cuh); 2 Hopper's (cuda/hopper/select.cuh)
-  int64_t splits = 0;  // a step: splits of the cache, whose results are combined
-  bool in_clusters = false;     // a step on CUDA: the splits are blocks of a cluster, one launch
+  /// Where path is kTensorCore.
+  AttentionTile tile = AttentionTile::kUsual;
+  int64_t splits = 0;           // a step: splits of the cache, whose results are combined
+  bool in_clusters = false;     // a step on CUDA: splits are blocks of a cluster, one launch
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };
 

@@ -25,7 +25,7 @@ struct GluBackwardParams {
 void glu_cpu(const GluParams& params, const ParallelFor& parallel);
 void glu_backward_cpu(const GluBackwardParams& params, const ParallelFor& parallel);
 
-/// As for norms.
+/// Merges the dimensions of rows as with_merged_rows of norms does (norm.h).
 GluParams with_merged_rows(GluParams params);
 GluBackwardParams with_merged_rows(GluBackwardParams params);
 

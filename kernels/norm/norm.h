@@ -21,7 +21,7 @@ enum class Activation : uint8_t { kNone, kSigmoid, kSilu };
 ///   y = (u - mean) / sqrt(mean((u - mean)^2) + eps) * weight + bias      mean: 0 for kRms
 ///   y *= act(gate), where the gate comes after
 ///
-/// Of addend and gate there is at most one. `Data` below is the dtype of y, `Stream` that of x: the
+/// There is an addend or a gate, not both. `Data` below is the dtype of y, `Stream` that of x: the
 /// same, or float32 beside 16-bit data, where there is no gate.
 struct NormParams {
   int64_t batch = 0, time = 0, heads = 0, channels = 0;

@@ -14,7 +14,7 @@ namespace tidegate::kernels::rnn {
 /// params.plan by the caller.
 struct GatedRnnPlan {
   bool on_chip = false;              // CUDA: the matrix stays in registers and shared memory
-  int rows = 1;                      // sequences that a block (or a cluster) scans at a time
+  int vectors = 1;                   // sequences that share a block, or a cluster, side by side
   bool exchanges_in_memory = false;  // CUDA, on chip: blocks talk through the workspace, no cluster
   // CUDA: a product of a library's at every token beats these kernels. The caller's choice: a
   // launch with it set runs the plain kernel.

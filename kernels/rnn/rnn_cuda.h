@@ -33,7 +33,7 @@ namespace tidegate::kernels::rnn {
 /// instead of being a cluster. on_chip/on_chip_family.cuh has the tile of each.
 template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
 struct OnChipFamily {
-  /// Fills in on_chip, exchanges_in_memory, rows and workspace_bytes; leaves on_chip false where
+  /// Fills in on_chip, exchanges_in_memory, vectors and workspace_bytes; leaves on_chip false where
   /// the device cannot run this.
   static cudaError_t plan(const GatedRnnParams& params, bool backward, GatedRnnPlan* plan);
   static cudaError_t forward(const GatedRnnParams& params, cudaStream_t stream);

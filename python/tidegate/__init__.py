@@ -5,7 +5,8 @@
 - :mod:`tidegate.ops`: the ops as functions;
 - :mod:`tidegate.reference`: each op once more from its equation, to read and to compare with;
 - :mod:`tidegate.nn`: token mixers, channel mixers, helpers;
-- :mod:`tidegate.models`: language models and classifiers;
+- :mod:`tidegate.models`: language models and classifiers, and ``tidegate.Decoder``, a running batch
+  that generates with one;
 - :mod:`tidegate.training`: the loop behind the command line;
 - ``tidegate.compat``: other libraries' calls, backed by these (imported on its own);
 - :mod:`tidegate.export`: language models as programs without Python (imported on its own);
@@ -20,7 +21,9 @@ __path__.append(str(_library.library_dir()))  # tidegate._cpp lies beside libtid
 
 from tidegate import models, nn, ops, reference  # noqa: E402  (they call the ops that load() registers)
 
+Decoder = models.Decoder
+
 __version__: str = _library.build_info()["version"]
 # Where a C++ project finds the package: cmake -DCMAKE_PREFIX_PATH=$(python -c ...); docs/cpp.md.
 cmake_prefix_path: str = str(_library.library_dir().parent)
-__all__ = ["__version__", "cmake_prefix_path", "models", "nn", "ops", "reference"]
+__all__ = ["Decoder", "__version__", "cmake_prefix_path", "models", "nn", "ops", "reference"]

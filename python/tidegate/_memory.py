@@ -14,7 +14,7 @@ _LARGEST, _LARGEST_OF_OLDER_GLIBC = 1 << 30, 32 << 20  # bytes
 def keep_freed_memory() -> bool:
     """Lets this process keep the memory that it frees. A training step on the CPU frees its
     activations and asks for as much at the next one; by default glibc gives most of it back to the
-    system in between, which hands it out anew page by page, zeroed (docs/training.md).
+    system in between, which hands it out anew page by page, zeroed (docs/training_memory.md).
 
     Returns False, with nothing changed, where the environment sets malloc already or the C library
     has no such setting.

@@ -179,7 +179,7 @@ def _from_hf(config: Mapping[str, Any]) -> LMConfig:
 
 
 def _without_prefix(tensors: dict[str, Tensor], tied: bool, given: str) -> dict[str, Tensor]:
-    """Of a `TidegateForCausalLM`'s tensors, a CausalLM's names."""
+    """A `TidegateForCausalLM`'s tensors under a CausalLM's names."""
     if given == "tidegate":
         return tensors
     found = {name.removeprefix("model."): t for name, t in tensors.items()}
@@ -275,7 +275,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command."""
+    """Runs `tidegate convert`."""
     size = None if options.shard_gb is None else int(options.shard_gb * 1e9)
     try:
         print(

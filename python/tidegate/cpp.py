@@ -131,7 +131,7 @@ class CppModule(nn.Module):
         return self.cpp_module.forward(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> CppModule:
-        """As torch.nn.Module.to; parameters that stay fp32 in a half module stay so here too."""
+        """Does torch.nn.Module.to; parameters that stay fp32 in a half module stay so here, too."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and dtype is not None:
             self.cpp_module.to(device=device, dtype=dtype, non_blocking=non_blocking)
@@ -414,7 +414,7 @@ class _Model(_Configured):
 
     @property
     def residual_dtype(self) -> torch.dtype | None:
-        """Of the residual stream, inside autocast; None is that of the embedding."""
+        """The dtype of the residual stream inside autocast; None is that of the embedding."""
         return self.cpp_module.residual_dtype
 
     @residual_dtype.setter

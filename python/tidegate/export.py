@@ -192,8 +192,8 @@ def _time(model: CausalLM, capacity: int) -> Any:
 
 
 def _kinds(model: CausalLM) -> list[tuple[type, int]]:
-    """Of every layer, its state's class and how many tensors of it programs hand on: all but
-    attention's note on the host of how much room there is."""
+    """Every layer's class of state, and how many tensors of it programs hand on: all but the note
+    on the host of how much room attention's has."""
     kinds = []
     for block in model.blocks:
         state = block.mixer.init_state(1, capacity=1, device="meta")

@@ -23,10 +23,10 @@ def plot_models(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Raises:
         UserError: no row has a number.
     """
-    peers = [
+    baselines = [
         row | {"mixer": f"fla: {row['mixer']}"} for row in record.get("fla", {}).get("rows", [])
     ]
-    rows = [row for row in [*record["rows"], *peers] if "train" in row or "decode" in row]
+    rows = [row for row in [*record["rows"], *baselines] if "train" in row or "decode" in row]
     if not rows:
         raise UserError("bench: plot: expected rows that were measured, got none")
     panels = (
@@ -75,7 +75,7 @@ def plot_models(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def _scale(panel: Any) -> None:
-    """From zero, or on a logarithmic scale where the largest number is many times the least."""
+    """Begins at zero, or is logarithmic where the largest number is many times the least."""
     values = [value for line in panel.get_lines() for value in line.get_ydata() if value > 0]
     if values and max(values) > 4 * min(values):
         panel.set_yscale("log")

@@ -412,7 +412,7 @@ def _result(value: Tensor, data: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _bounded_gate(f: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
     """``lambda = gamma + (1 - gamma) sigmoid(f)`` and ``1 - lambda``.
 
-    Of the two sigmoids the smaller one has all its digits, and so has autograd's gradient of it.
+    The smaller one of the two sigmoids has all its digits, and so has autograd's gradient of it.
     """
     up, down = torch.sigmoid(f), torch.sigmoid(-f)
     decay, rest = torch.where(f > 0, 1 - down, up), torch.where(f > 0, down, 1 - up)

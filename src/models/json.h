@@ -19,8 +19,8 @@ class JsonError : public std::runtime_error {
 
 /// The value of `text`, in time that grows with its length alone. Stricter than JSON: a key that an
 /// object has twice, a number beyond 64 bits and more than kMaxJsonDepth lists and objects in one
-/// another are JsonErrors too. The same is refused by parse_json() in
-/// python/tidegate/models/_json.py.
+/// another are JsonErrors too. parse_json() in python/tidegate/models/_json.py
+/// refuses the same.
 Json parse_json(const std::string& text);
 
 /// Where the first byte is that cannot be UTF-8; unset where all can.

@@ -10,7 +10,7 @@
 
 namespace tidegate::models {
 
-/// As block.forward(x, {}, gamma, cu_seqlens), of which autograd keeps x, gamma and the offsets
+/// Calls block.forward(x, {}, gamma, cu_seqlens), of which autograd keeps x, gamma and the offsets
 /// alone. Gradients are the same bits: autocast and, where the block draws numbers in training, the
 /// generators are set back to what they were. They cannot be differentiated again.
 std::tuple<torch::Tensor, nn::MixerState> forward_recomputed(

@@ -54,8 +54,8 @@ std::string dtype_name(const std::string& tensor, at::ScalarType dtype) {
               "files can hold, got ", dtype);
 }
 
-// std::nullopt where the product does not fit 64 bits: no tensor of that size is in any file. Of an
-// empty tensor the other extents have to fit all the same: its strides are their products.
+// std::nullopt where the product does not fit 64 bits: no tensor of that size is in any file. The
+// other extents of an empty tensor have to fit all the same: its strides are their products.
 std::optional<uint64_t> byte_size(const std::vector<int64_t>& shape, uint64_t item) {
   uint64_t size = item;
   bool is_empty = false;

@@ -28,7 +28,7 @@ GateInit parse_gate_init(const char* owner, const std::string& text, int64_t cha
 /// Throws c10::ValueError unless tau is unset or above zero.
 void check_gumbel_gate(const char* owner, std::optional<double> tau);
 
-/// Both options, of a gate that depends on the data if `has_data`; otherwise None alone fits.
+/// Checks both options of a gate, which depends on the data if `has_data`; else None alone fits.
 /// needed: what makes it so, "gate='data'".
 void check_gate_options(const char* owner, bool has_data, const char* needed,
                         const std::optional<std::string>& gate_init,

@@ -241,7 +241,7 @@ HGRUImpl::Parts HGRUImpl::project(const Tensor& x) {
   return split(expansion ? expansion->forward(x) : apply_linear(in_proj, x));
 }
 
-// Views of them.
+// The parts are views of `all`.
 HGRUImpl::Parts HGRUImpl::split(const Tensor& all) const {
   int64_t next = 0;
   const auto take = [&](bool wanted, int64_t rows) {

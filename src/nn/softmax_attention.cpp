@@ -462,7 +462,7 @@ Tensor SoftmaxAttention::gated(Tensor o, const Tensor& g) const {
   return o;
 }
 
-// These, and the output projection.
+// The gate and norm of the output, and the output projection.
 Tensor SoftmaxAttention::output(const Tensor& o, const Tensor& g) const {
   return apply_linear(out_proj, gated(o, g));
 }

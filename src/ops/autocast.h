@@ -13,13 +13,13 @@ class AutocastGuard {
   /// Autocast's type.
   at::ScalarType dtype() const { return dtype_; }
 
-  /// To autocast's type; fp64, complex and integer tensors stay as they are.
+  /// Casts to autocast's type; fp64, complex and integer tensors stay as they are.
   at::Tensor cast(const at::Tensor& tensor) const;
 
-  /// As cast() where that takes `data` to autocast's type; as it is where `data` stays.
+  /// Casts as cast() does where that takes `data` to autocast's type; else the tensor stays.
   at::Tensor cast_along(const at::Tensor& tensor, const at::Tensor& data) const;
 
-  /// As cast(), but of 16-bit types only: fp32 stays fp32.
+  /// Casts as cast() does, but 16-bit types only: fp32 stays fp32.
   at::Tensor cast_unless_float(const at::Tensor& tensor) const;
 
  private:

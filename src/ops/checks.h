@@ -65,7 +65,7 @@ void check_device(const Reference& data, const char* name, const at::Tensor& ten
 /// "op: name must be bfloat16 or float32 (c is bfloat16), got float64".
 void check_gate(const Reference& data, const char* name, const at::Tensor& tensor);
 
-/// The same beside what is made of `data` in the dtype `own`, and named by it.
+/// Checks a gate of what is made of `data` in the dtype `own`, by which messages name it.
 void check_gate(const Reference& data, at::ScalarType own, const char* name,
                 const at::Tensor& tensor);
 
@@ -77,7 +77,7 @@ void check_channel_parameter(const Reference& data, const char* name,
 void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
                  std::initializer_list<c10::SymInt> expected, std::string_view note = "");
 
-/// The same for any number of dimensions.
+/// check_shape for any number of dimensions.
 void check_shape(const char* op, const char* name, const at::Tensor& tensor, const char* shape_name,
                  c10::SymIntArrayRef expected);
 
@@ -108,8 +108,8 @@ void check_cu_seqlens_values(const Reference& data, const OptionalTensor& cu_seq
 /// `cu_seqlens` `[N + 1]`, checked by the two above: int64, a copy on the data's device.
 at::Tensor packed_bounds(const Reference& data, const at::Tensor& cu_seqlens);
 
-/// `cu_seqlens_k`, where given, rises from 0 to Tk, and no sequence has more queries than keys. The
-/// same offsets are looked at as by check_cu_seqlens_values, which comes first.
+/// `cu_seqlens_k`, where given, rises from 0 to Tk, and no sequence has more queries than keys.
+/// Looks at offsets where check_cu_seqlens_values does, which comes first.
 void check_key_offsets_values(const Reference& keys, const OptionalTensor& cu_seqlens,
                               const OptionalTensor& cu_seqlens_k);
 

@@ -22,9 +22,8 @@ at::Tensor initial_carry(const at::Tensor& state, const at::Tensor& data, const 
   return state.defined() ? state.clone() : at::zeros({data.size(0), data.size(2)}, w.options());
 }
 
-/// What the gate's logits `a` become: s(a) and s(-a), each with its own digits, and lambda and
-/// 1 - lambda.
-/// `part` = 1 - gamma, undefined where there is no gamma.
+/// What the gate's logits `a` become: s(a) and s(-a), each with its own digits (`pos`, `neg`), and
+/// lambda and 1 - lambda (`open`, `shut`). `part` = 1 - gamma, undefined where there is no gamma.
 struct ProductGates {
   at::Tensor pos, neg, open, shut;
 

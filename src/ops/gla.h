@@ -57,7 +57,8 @@ class DeferredStates {
   DeferredStates(const DeferredStates&) = delete;
   DeferredStates& operator=(const DeferredStates&) = delete;
 
-  /// So many at once are fastest (docs/lab/generation.md); a step can be given kSteps - 1 tokens.
+  /// How many steps at once are fastest (docs/lab/generation.md); one can be given kSteps - 1
+  /// tokens.
   static constexpr int64_t kSteps = 4;
 
   /// The round is done: every state has had its step.

@@ -1,7 +1,7 @@
 #pragma once
 
-// From filled params to a finished launch, on the device of the tensors: plan, scratch memory,
-// partial sums, stream. The only place that knows how a kernel family is driven. Where an op
+// Launches what params describe, on the device of the tensors: plan, scratch memory, partial sums,
+// stream. This is the only place that knows how a kernel family is driven. Where an op
 // itself does as the plan says (gated_rnn's products), it reads plan(): the kernels decide that,
 // too.
 

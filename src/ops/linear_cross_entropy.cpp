@@ -225,17 +225,22 @@ TensorTuple<5> LinearCrossEntropySaving::kernel() const {
           or_no_gradient(results.dbias, x)};
 }
 
+/// Checks what both of the backward op's functions read, and makes no results.
+void check_cross_entropy_backward(const LinearCrossEntropyBackward& op) {
+  check_head(kCrossEntropy, head_inputs(op));
+  check_device({kCrossEntropy, "x", op.x}, "dloss", op.dloss);
+  check_like({kCrossEntropy, "labels", new_like(op.labels, state_dtype(op.x.scalar_type()))},
+             "dloss", op.dloss);
+}
+
 TensorTuple<3> LinearCrossEntropyBackward::meta() const {
-  check_head(kCrossEntropy, head_inputs(*this));
-  check_device({kCrossEntropy, "x", x}, "dloss", dloss);
-  check_like({kCrossEntropy, "labels", new_like(labels, state_dtype(x.scalar_type()))}, "dloss",
-             dloss);
+  check_cross_entropy_backward(*this);
   return {wants_x ? new_like(x) : no_gradient(x), wants_weight ? new_like(weight) : no_gradient(x),
           wants_bias ? new_gradient(bias, x) : no_gradient(x)};
 }
 
 TensorTuple<3> LinearCrossEntropyBackward::kernel() const {
-  const auto shapes = meta();
+  check_cross_entropy_backward(*this);
   const at::Tensor row_gradient = dloss.contiguous();
   const HeadResults results =
       linear_cross_entropy_chunks(kCrossEntropy, head_inputs(*this), head_gradients(*this),

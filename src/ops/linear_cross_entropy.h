@@ -32,8 +32,9 @@ struct HeadResults {
   at::Tensor losses, dx, dweight, dbias;
 };
 
-/// Whether `losses` are wanted; `row_gradient`: [N] contiguous, in the state's type, what each
-/// row's gradient is multiplied by, or undefined.
+/// Computes a call, chunk by chunk: the losses if `losses`, and the gradients that are asked for.
+/// `row_gradient`, [N] contiguous in the state's type, multiplies each row's gradient;
+/// undefined: 1.
 HeadResults linear_cross_entropy_chunks(const char* op, const HeadInputs& inputs,
                                         HeadGradients gradients, bool losses,
                                         const at::Tensor& row_gradient);

@@ -93,7 +93,7 @@ int64_t rows_of_chunk(int64_t rows, int64_t row_bytes, bool is_cuda) {
   return chunks <= 1 ? rows : ceil_div(ceil_div(rows, chunks), kRowTile) * kRowTile;
 }
 
-/// out = beta * out + a b, for `out` of a type as wide or wider.
+/// out = a b, or out + a b with `add`; `out` has the type of a and b or a wider one.
 void multiply_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool add) {
   at::Tensor result = out;
   const bool widens = out.scalar_type() != a.scalar_type();
@@ -118,7 +118,8 @@ void run_cross_entropy(const char* op, const CrossEntropyParams& params, const a
   kernels::loss::cross_entropy_cpu(params, torch_threads());
 }
 
-/// The loop's tensors. `Real` is the state's type of x, the products are in `dtype`.
+/// The loop's tensors. Products are in x's type, on the CPU in its state's; all that is summed up
+/// over rows or classes is in the state's type.
 struct Chunks {
   const char* op;
   HeadGradients wanted;
@@ -176,7 +177,8 @@ Chunks::Chunks(const char* op, const HeadInputs& inputs, HeadGradients gradients
                      options.dtype(dtype));
 }
 
-/// Logits, then in their place their gradient, then what follows from it.
+/// Makes a chunk's logits, then in their place their gradient, then its share of the gradients of
+/// x, weight and bias.
 void Chunks::run(int64_t begin, int64_t rows) {
   const at::Tensor of_x = x.narrow(0, begin, rows).to(logits.scalar_type());
   const at::Tensor chunk = logits.narrow(0, 0, rows).narrow(1, 0, params.columns);

@@ -4,7 +4,7 @@
 //
 // A matrix product keeps its input for its weight's gradient. Where that input is a norm's result
 // or a GLU's product, it follows in one pass over memory from what the norm or the GLU keeps
-// anyway, so while a `Recomputing` lives, a product keeps a recipe in its place. The same as
+// anyway, so while a `Recomputing` lives, a product keeps a recipe in its place. This is
 // tidegate/nn/_recompute.py in C++, where torch has no hooks that see every saved tensor: our ops
 // save by save_or_recipe(), and torch's products are given hooks one by one.
 
@@ -43,8 +43,8 @@ bool is_recomputing();
 /// the backward pass by what made y.
 void remember(const at::Tensor& y, std::vector<at::Tensor> inputs, MakeAgain make);
 
-/// As context->save_for_backward(tensors), but for tensors that are remembered, or views of them:
-/// of these what they are made from is saved. Read by saved_or_made().
+/// Does what context->save_for_backward(tensors) does, but saves what remembered tensors, or views
+/// of them, are made from in their place. Read by saved_or_made().
 void save_or_recipe(torch::autograd::AutogradContext* context,
                     torch::autograd::variable_list tensors);
 

@@ -111,7 +111,7 @@ at::Tensor Rotary::kernel() const {
 
 // ---- gradient ----
 
-/// It is linear in x and so its own gradient, inverted; there is no op for the backward pass.
+/// rotary is linear in x and so its own gradient, inverted; there is no op for the backward pass.
 class RotaryFunction : public torch::autograd::Function<RotaryFunction> {
  public:
   static constexpr bool is_traceable = true;

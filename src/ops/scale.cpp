@@ -37,7 +37,7 @@ void check_scale(at::TensorList tensors, const at::Tensor& factor) {
   }
 }
 
-/// By a factor that has dimensions torch makes the product in the wider type.
+/// Multiplies by a factor that has dimensions: so torch makes the product in the wider type.
 void scale_by_torch(const at::Tensor& t, const at::Tensor& factor) {
   const at::Tensor with_dimensions = factor.reshape(std::vector<int64_t>(t.dim(), 1));
   t.mul_(t.scalar_type() == at::kDouble ? with_dimensions.to(at::kDouble) : with_dimensions);

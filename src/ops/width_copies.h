@@ -22,7 +22,7 @@ class WidthCopies {
   /// `tensor` with `width` elements in its last dimension, at least its own, of which those that it
   /// has not got are `fill`, and rows that begin aligned: itself where it is so already.
   at::Tensor widened(const at::Tensor& tensor, int64_t width, double fill = 0);
-  /// The same of a state [N, H, K, V], with `rows` in the place of K, too.
+  /// widened() for a state [N, H, K, V], with `rows` in the place of K, too.
   at::Tensor widened_state(const at::Tensor& state, int64_t rows, int64_t width);
 
   /// Copies what `to` has room for; `from` has no dimension that is smaller.

@@ -93,8 +93,8 @@ void check(const AttentionShape& shape) {
 /// is stored is large in any implementation: of a handful of rows, their norm is chance.
 constexpr int64_t kRowsOfFewTokens = 64;
 
-/// By dtype; whether deterministic; whether the kernels for Hopper are left out where there are
-/// some: they want all of the 227 KB that a block may have there.
+/// Parameters: the dtype; whether deterministic; whether the kernels for Hopper are left out where
+/// there are some (they want all of the 227 KB that a block may have there).
 class AttentionCuda : public ::testing::TestWithParam<std::tuple<DType, bool, bool>> {
  protected:
   void SetUp() override {
@@ -384,7 +384,7 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
 // On Hopper, sequences that are one tile of the portable forward kernel take that.
 TEST(AttentionCudaPlan, OnePortableTile) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
-  constexpr int kHopper = 2;  // ForgettingAttentionPlan::tile
+  constexpr auto kHopper = kernels::attention::AttentionTile::kHopper;
   const auto tile = [](int64_t time, int64_t head_dim, int64_t keys) {
     kernels::attention::ForgettingAttentionParams p;
     p.layout = {.batch = 3, .time = time, .sequences = 3};

@@ -11,6 +11,7 @@
 
 #include "kernels/gla/gla_cuda.h"
 #include "support/gla_device.h"
+#include "support/packed_shapes.h"
 
 namespace tidegate::testing {
 namespace {
@@ -64,18 +65,6 @@ class GlaCuda : public ::testing::TestWithParam<Param> {
 
   GlaShape shape_;
 };
-
-/// A few ways to divide about `time` tokens into packed sequences, empty ones among them.
-void pack(GlaShape* shape, uint32_t way) {
-  const int64_t time = shape->time;
-  const std::vector<int64_t> ways[] = {{0, 0, time / 3, time / 3, time, time},
-                                       {0, time / 2, 2 * (time / 2), 3 * (time / 2)},
-                                       {0, 1, time + 1, time + 3},
-                                       {0, time, time, time}};
-  shape->offsets = ways[way % 4];
-  shape->time = shape->offsets.back();
-  shape->batch = 1;
-}
 
 // ---- the plain path ----
 

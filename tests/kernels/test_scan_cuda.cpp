@@ -11,6 +11,7 @@
 
 #include "kernels/scan/cuda/engine/shared_tails.h"
 #include "support/device_mirror.h"
+#include "support/packed_shapes.h"
 
 namespace tidegate::testing {
 namespace {
@@ -108,18 +109,6 @@ ScanShape vary(ScanShape shape, uint32_t i) {
   shape.offsets_are_int64 = i % 2 == 0;
   shape.gates = static_cast<Gates>(i / 2 % 5);
   return shape;
-}
-
-/// A few ways to cut about `time` tokens into packed sequences, empty ones among them.
-void pack(ScanShape* shape, uint32_t way) {
-  const int64_t time = shape->time;
-  const std::vector<int64_t> ways[] = {{0, 0, time / 3, time / 3, time, time},
-                                       {0, time / 2, 2 * (time / 2), 3 * (time / 2)},
-                                       {0, 1, time + 1, time + 3},
-                                       {0, time, time, time}};
-  shape->offsets = ways[way % 4];
-  shape->time = shape->offsets.back();
-  shape->batch = 1;
 }
 
 // bool: hgru and lru complex, linear_scan constant a

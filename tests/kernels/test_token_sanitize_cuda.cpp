@@ -288,42 +288,88 @@ TEST(TokenCudaSanitize, HgrnStepInAProduct) {
 
 // ---- attention ----
 
+/// The projections of a token and the cache that it enters, in the host's memory and, after
+/// upload(), the device's.
+struct TokenAndCache {
+  int64_t rows, heads, key_heads, dim, capacity;
+  std::vector<int32_t> lengths;  // tokens held
+  float gate_bias;
+  std::vector<int64_t> seen = {lengths.begin(), lengths.end()};
+  std::vector<float> bias = std::vector<float>(static_cast<size_t>(heads), gate_bias);
+  TypedSeries projected = numbers(kHalf, rows, (heads + 2 * key_heads) * dim);
+  TypedSeries q = TypedSeries(kHalf, 1, rows, heads* dim);
+  TypedSeries k = numbers(kHalf, rows* capacity, key_heads* dim, 1, 6);
+  TypedSeries v = numbers(kHalf, rows* capacity, key_heads* dim, 1, 7);
+  TypedSeries log_f = numbers(DType::kFloat32, rows* capacity, heads, 0);
+  Device device = {};
+
+  void upload() {
+    for (TypedSeries* t : {&projected, &q, &k, &v, &log_f}) device.add(*t);
+    device.add(bias);
+    device.add(lengths);
+    device.add(seen);
+  }
+  /// A tensor of the cache, of which `data` is the first element.
+  HeadSeries cached(const TypedSeries& t, const void* data, int64_t width) const {
+    const int64_t stride = t.columns();
+    return {const_cast<void*>(data), capacity * stride, stride, width, t.dtype()};
+  }
+
+  /// What appends the token as it was projected: without norms, positions and shifts.
+  kernels::attention::AttentionAppendParams append_params() {
+    kernels::attention::AttentionAppendParams append;
+    append.batch = rows;
+    append.heads = append.gate_heads = heads;
+    append.key_heads = key_heads;
+    append.head_dim = dim;
+    append.capacity = capacity;
+    append.dtype = kHalf;
+    append.projected = device.at(projected.at(0, 0));
+    append.stride_projected = projected.columns();
+    append.gate_bias = device.at(bias.data());
+    append.q = device.at(q.at(0, 0));
+    append.k = cached(k, device.at(k.at(0, 0)), dim);
+    append.v = cached(v, device.at(v.at(0, 0)), dim);
+    append.log_f = cached(log_f, device.at(log_f.at(0, 0)), 1);
+    append.lengths = device.at(lengths.data());
+    append.seen = device.at(seen.data());
+    return append;
+  }
+  /// The step of the token that `append` has put into the cache; o is the caller's.
+  kernels::attention::ForgettingAttentionStepParams step_params(
+      const kernels::attention::AttentionAppendParams& append) const {
+    kernels::attention::ForgettingAttentionStepParams step;
+    step.layout.batch = step.layout.sequences = rows;
+    step.layout.time = 1;
+    step.heads = heads;
+    step.key_heads = key_heads;
+    step.head_dim = dim;
+    step.channels = heads * dim;
+    step.capacity = capacity;
+    step.scale = 0.125;
+    step.q = heads_of(q, append.q, dim);
+    step.k = append.k;
+    step.v = append.v;
+    step.log_f = append.log_f;
+    step.lengths = append.lengths;
+    return step;
+  }
+};
+
 /// One token into a cache, by more warps than a block has, then a step over it.
 TEST(TokenCudaSanitize, TokenIntoACacheAndStepOverIt) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
   constexpr int64_t kRows = 2, kHeads = 12, kKeyHeads = 4, kDim = 64, kCapacity = 200;
-  TypedSeries projected = numbers(kHalf, kRows, (kHeads + 2 * kKeyHeads) * kDim);
+  TokenAndCache at = {kRows, kHeads, kKeyHeads, kDim, kCapacity, {150, 3}, 2.0f};
   TypedSeries mixes = numbers(kHalf, kRows, 2 * kKeyHeads);
   TypedSeries last_k = numbers(kHalf, kRows, kKeyHeads * kDim, 1, 3);
   TypedSeries last_v = numbers(kHalf, kRows, kKeyHeads * kDim, 1, 4);
   TypedSeries weight = numbers(kHalf, 1, kDim, 1, 5);
-  TypedSeries q(kHalf, 1, kRows, kHeads * kDim), o = q, expected = q;
-  TypedSeries k = numbers(kHalf, kRows * kCapacity, kKeyHeads * kDim, 1, 6);
-  TypedSeries v = numbers(kHalf, kRows * kCapacity, kKeyHeads * kDim, 1, 7);
-  TypedSeries log_f = numbers(DType::kFloat32, kRows * kCapacity, kHeads, 0);
-  std::vector<float> bias(kHeads, 2.0f);
-  std::vector<int32_t> lengths = {150, 3};
-  std::vector<int64_t> seen = {150, 3};
-  Device device;
-  for (TypedSeries* t : {&projected, &mixes, &last_k, &last_v, &weight, &q, &o, &k, &v, &log_f}) {
-    device.add(*t);
-  }
-  device.add(bias);
-  device.add(lengths);
-  device.add(seen);
-  const auto cache = [&](const TypedSeries& t, const void* data, int64_t dim) {
-    const int64_t stride = t.columns();
-    return HeadSeries{const_cast<void*>(data), kCapacity * stride, stride, dim, t.dtype()};
-  };
-  kernels::attention::AttentionAppendParams append;
-  append.batch = kRows;
-  append.heads = append.gate_heads = kHeads;
-  append.key_heads = kKeyHeads;
-  append.head_dim = kDim;
-  append.capacity = kCapacity;
-  append.dtype = kHalf;
-  append.projected = device.at(projected.at(0, 0));
-  append.stride_projected = projected.columns();
+  TypedSeries o = at.q, expected = at.q;
+  at.upload();
+  Device& device = at.device;
+  for (TypedSeries* t : {&mixes, &last_k, &last_v, &weight, &o}) device.add(*t);
+  kernels::attention::AttentionAppendParams append = at.append_params();
   append.mixes = device.at(mixes.at(0, 0));
   append.stride_mixes = mixes.columns();
   append.last_k = device.at(last_k.at(0, 0));
@@ -331,28 +377,8 @@ TEST(TokenCudaSanitize, TokenIntoACacheAndStepOverIt) {
   append.q_weight = append.k_weight = device.at(weight.at(0, 0));
   append.eps = 1e-5;
   append.theta = 10000;
-  append.gate_bias = device.at(bias.data());
-  append.q = device.at(q.at(0, 0));
-  append.k = cache(k, device.at(k.at(0, 0)), kDim);
-  append.v = cache(v, device.at(v.at(0, 0)), kDim);
-  append.log_f = cache(log_f, device.at(log_f.at(0, 0)), 1);
-  append.lengths = device.at(lengths.data());
-  append.seen = device.at(seen.data());
   check_cuda(kernels::attention::attention_append_cuda(append, nullptr), "append");
-  kernels::attention::ForgettingAttentionStepParams step;
-  step.layout.batch = step.layout.sequences = kRows;
-  step.layout.time = 1;
-  step.heads = kHeads;
-  step.key_heads = kKeyHeads;
-  step.head_dim = kDim;
-  step.channels = kHeads * kDim;
-  step.capacity = kCapacity;
-  step.scale = 0.125;
-  step.q = heads_of(q, append.q, kDim);
-  step.k = append.k;
-  step.v = append.v;
-  step.log_f = append.log_f;
-  step.lengths = append.lengths;
+  kernels::attention::ForgettingAttentionStepParams step = at.step_params(append);
   step.o = heads_of(o, device.at(o.at(0, 0)), kDim);
   plan_and_launch(
       &step.plan, &step.workspace,
@@ -360,26 +386,26 @@ TEST(TokenCudaSanitize, TokenIntoACacheAndStepOverIt) {
       [&] { return kernels::attention::forgetting_attention_step(step, nullptr); });
   device.finish();
 
-  EXPECT_EQ(lengths, (std::vector<int32_t>{151, 4}));
-  EXPECT_EQ(seen, (std::vector<int64_t>{151, 4}));
+  EXPECT_EQ(at.lengths, (std::vector<int32_t>{151, 4}));
+  EXPECT_EQ(at.seen, (std::vector<int64_t>{151, 4}));
   // The values' way is short: the mix of the last one and this one.
   for (int64_t r = 0; r < kRows; ++r) {
-    const int64_t place = r * kCapacity + lengths[r] - 1;
+    const int64_t place = r * kCapacity + at.lengths[r] - 1;
     for (int64_t i = 0; i < kKeyHeads * kDim; ++i) {
       const double mix = sigmoid(mixes.get(r, kKeyHeads + i / kDim).real());
       const double last = numbers(kHalf, kRows, kKeyHeads * kDim, 1, 4).get(r, i).real();
-      const double now = projected.get(r, (kHeads + kKeyHeads) * kDim + i).real();
-      ASSERT_NEAR(v.get(place, i).real(), mix * last + (1 - mix) * now, 0.03) << r << ", " << i;
+      const double now = at.projected.get(r, (kHeads + kKeyHeads) * kDim + i).real();
+      ASSERT_NEAR(at.v.get(place, i).real(), mix * last + (1 - mix) * now, 0.03) << r << ", " << i;
       ASSERT_EQ(last_v.get(r, i), now);
     }
-    ASSERT_NEAR(log_f.get(place, 0).real(), std::log(sigmoid(2)), 1e-6);
+    ASSERT_NEAR(at.log_f.get(place, 0).real(), std::log(sigmoid(2)), 1e-6);
   }
   // The step, on the CPU from the same cache.
-  step.q = heads_of(q, q.at(0, 0), kDim);
-  step.k = cache(k, k.at(0, 0), kDim);
-  step.v = cache(v, v.at(0, 0), kDim);
-  step.log_f = cache(log_f, log_f.at(0, 0), 1);
-  step.lengths = lengths.data();
+  step.q = heads_of(at.q, at.q.at(0, 0), kDim);
+  step.k = at.cached(at.k, at.k.at(0, 0), kDim);
+  step.v = at.cached(at.v, at.v.at(0, 0), kDim);
+  step.log_f = at.cached(at.log_f, at.log_f.at(0, 0), 1);
+  step.lengths = at.lengths.data();
   step.o = heads_of(expected, expected.at(0, 0), kDim);
   step.plan = kernels::attention::forgetting_attention_step_plan_cpu(step);
   std::vector<char> scratch(static_cast<size_t>(step.plan.workspace_bytes) + 16);
@@ -396,46 +422,14 @@ TEST(TokenCudaSanitize, TokenIntoACacheAndStepOverIt) {
 /// after it, for tokens that end a split and that begin one.
 TEST(TokenCudaSanitize, StepOverALongCacheThatIsSettled) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
-  constexpr int64_t kHeads = 2, kDim = 64, kWidth = kHeads * kDim, kCapacity = 4352, kTokens = 5;
-  TypedSeries projected = numbers(kHalf, 1, 3 * kWidth), q(kHalf, 1, 1, kWidth);
-  TypedSeries k = numbers(kHalf, kCapacity, kWidth, 1, 6), v = numbers(kHalf, kCapacity, kWidth);
-  TypedSeries log_f = numbers(DType::kFloat32, kCapacity, kHeads, 0);
-  TypedSeries early(kHalf, 1, kTokens, kWidth), late = early;
-  std::vector<float> bias(kHeads, 5.0f);
-  std::vector<int32_t> lengths = {4286};
-  std::vector<int64_t> seen = {4286};
-  Device device;
-  for (TypedSeries* t : {&projected, &q, &k, &v, &log_f, &early, &late}) device.add(*t);
-  device.add(bias);
-  device.add(lengths);
-  device.add(seen);
-  kernels::attention::AttentionAppendParams append;
-  append.batch = 1;
-  append.heads = append.key_heads = append.gate_heads = kHeads;
-  append.head_dim = kDim;
-  append.capacity = kCapacity;
-  append.dtype = kHalf;
-  append.projected = device.at(projected.at(0, 0));
-  append.stride_projected = projected.columns();
-  append.gate_bias = device.at(bias.data());
-  append.q = device.at(q.at(0, 0));
-  append.k = heads_of(k, device.at(k.at(0, 0)), kDim);
-  append.v = heads_of(v, device.at(v.at(0, 0)), kDim);
-  append.log_f = heads_of(log_f, device.at(log_f.at(0, 0)), 1);
-  append.lengths = device.at(lengths.data());
-  append.seen = device.at(seen.data());
-  kernels::attention::ForgettingAttentionStepParams step;
-  step.layout.batch = step.layout.sequences = step.layout.time = 1;
-  step.heads = step.key_heads = kHeads;
-  step.head_dim = kDim;
-  step.channels = kWidth;
-  step.capacity = kCapacity;
-  step.scale = 0.125;
-  step.q = heads_of(q, append.q, kDim);
-  step.k = append.k;
-  step.v = append.v;
-  step.log_f = append.log_f;
-  step.lengths = append.lengths;
+  constexpr int64_t kHeads = 2, kDim = 64, kTokens = 5;
+  TokenAndCache at = {1, kHeads, kHeads, kDim, 4352, {4286}, 5.0f};
+  TypedSeries early(kHalf, 1, kTokens, kHeads * kDim), late = early;
+  at.upload();
+  Device& device = at.device;
+  for (TypedSeries* t : {&early, &late}) device.add(*t);
+  const kernels::attention::AttentionAppendParams append = at.append_params();
+  kernels::attention::ForgettingAttentionStepParams step = at.step_params(append);
   const auto token = [&] {
     for (int64_t i = 0; i < kTokens; ++i) {
       if (const auto error = kernels::attention::attention_append_cuda(append, nullptr))
@@ -454,7 +448,7 @@ TEST(TokenCudaSanitize, StepOverALongCacheThatIsSettled) {
       [&](auto* plan) { return kernels::attention::forgetting_attention_step_plan(step, plan); },
       token);
   device.finish();
-  EXPECT_EQ(lengths.front(), 4286 + kTokens);
+  EXPECT_EQ(at.lengths.front(), 4286 + kTokens);
   EXPECT_NE(early.get(0, 0).real(), 0.0);
   EXPECT_TRUE(early.same_bits(late));
 }
@@ -528,7 +522,7 @@ TEST(TokenCudaSanitize, PrunedStep) {
 
 // ---- sampling ----
 
-/// By clusters of eight blocks, of two, and by one block a row.
+/// Rows are drawn from by clusters of eight blocks, of two, and by one block each.
 TEST(TokenCudaSanitize, SamplingDrawsTheCpusTokens) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
   for (const auto& [rows, vocab] : {std::pair{2, 5003}, {40, 4100}, {3, 300}}) {

@@ -381,7 +381,7 @@ TEST_F(Files, ThreadsThatSaveToOnePathLeaveAWholeFile) {
   for (int64_t k = 0; k < kThreads; ++k) {
     threads.emplace_back([&, k] {
       for (int64_t n = 0; n < kSaves; ++n) {
-        // Of different lengths, so that a file of two writers does not fit its header.
+        // Lengths differ, so that a file of two writers does not fit its header.
         const TensorMap tensors{{"x", at::full({20'000 * (k + 1)}, static_cast<float>(k))}};
         failures += message_of([&] { save_safetensors(tensors, path); }) != "no error";
         failures +=

@@ -40,7 +40,7 @@ CausalLM a_model(uint64_t seed = 0) {
   return CausalLM(two_layers());
 }
 
-/// The same gradients for models of the same parameters, in their dtypes.
+/// Draws gradients that are equal for models of equal parameters, in their dtypes.
 void draw_gradients(const CausalLM& model, uint64_t seed) {
   torch::manual_seed(seed);
   for (Tensor& p : model->parameters()) {

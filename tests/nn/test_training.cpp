@@ -143,7 +143,7 @@ double bytes_a_channel(const LMConfig& config, const std::string& recompute) {
   return static_cast<double>(added) / static_cast<double>(128 * config.dim);
 }
 
-// The table of docs/training.md, whose figures Python's test counts in Python.
+// The table of docs/training_memory.md, whose figures Python's test counts in Python.
 TEST(Training, NormsThatAreComputedAgainAreNotKept) {
   const std::pair<const char*, double> saved[] = {
       {"hgrn", 4},        {"hgrn2", 4},           {"gla", 6},       {"lru", 4},
@@ -252,7 +252,7 @@ TEST(TrainingCuda, TheFusedAdamWStepsAsTorchsDoes) {
   expect_fused_adamw_to_step_as_torchs(at::kCUDA);
 }
 
-/// As a file may have them that was written by a parameter that lay otherwise, or by a view.
+/// The moment as a file may have it that was written by a parameter that lay otherwise, or a view.
 Tensor restored_otherwise(const Tensor& moment) {
   if (moment.size(1) == 1) return moment.as_strided(moment.sizes(), {1, 7});
   return moment.t().contiguous().t();

@@ -129,7 +129,7 @@ def test_a_step_is_split_beside_its_floor(everything):
         assert split["idle_ms"] >= 0
         attends = row["mixer"].startswith("transformer")
         assert (split["attention_ms"] > 0) == attends
-        # Of matrices that every token meets, and of all parameters.
+        # The floor counts matrices that every token meets, and all parameters.
         matrices = row["parameters"] - 64 * 32
         floor = 6 * matrices * 64 / record["product_operations_per_s"]
         floor += 28 * row["parameters"] / record["copy_bytes_per_s"]

@@ -370,7 +370,7 @@ def test_set_refuses_what_a_field_or_option_does_not_take(capsys, text, tmp_path
 
 
 def test_files_that_are_not_utf8_are_named(capsys, trained, tmp_path):
-    """But for metrics.jsonl, whose lines are left out one by one."""
+    """All files but metrics.jsonl, whose lines are left out one by one."""
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     (run / "config.json").write_bytes((run / "config.json").read_bytes() + b"\xff")

@@ -233,7 +233,7 @@ def test_bench_lists_filters_and_writes(programs, capfd, monkeypatch):
     assert "bench_kernels" not in capfd.readouterr().out
 
 
-# As old and new versions of Google Benchmark end.
+# Old and new versions of Google Benchmark end in these two ways.
 @pytest.mark.parametrize("programs", ["lax", "strict"], indirect=True)
 def test_a_filter_that_matches_nothing_fails(programs, capsys):
     line = fails(capsys, "bench", "mamba")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tidegate.compat.forgetting_transformer import forgetting_attention
 
-# Of src/forgetting_transformer/ops/forgetting_attention.py, version 0.0.1.
+# The signature in src/forgetting_transformer/ops/forgetting_attention.py, version 0.0.1.
 RELEASED = [
     ("q", "POSITIONAL_OR_KEYWORD", None),
     ("k", "POSITIONAL_OR_KEYWORD", None),

@@ -39,7 +39,7 @@ def hgru2_state() -> dict[str, Tensor]:
 
 
 def cases() -> dict[str, tuple[str, dict, dict, object]]:
-    """By name: format, config.json, state dict, and the loader that the model must equal."""
+    """For each name: format, config.json, state dict, and the loader that the model must equal."""
     torch.manual_seed(0)
     fla, fox = loaders.causal_lm_from_fla, loaders.causal_lm_from_forgetting_transformer
     config = {

@@ -345,7 +345,7 @@ def test_importing_tidegate_imports_no_transformers() -> None:
 
 
 def test_a_program_that_knows_only_transformers_loads_it(tmp_path: Path) -> None:
-    """By trust_remote_code, as lm_eval does; and what is saved again is loaded again."""
+    """It loads by trust_remote_code, as lm_eval does; what is saved again is loaded again."""
     model = hf.TidegateForCausalLM(config("hgrn2", layers=1))
     model.save_pretrained(tmp_path / "one")
     code = f"""

@@ -119,7 +119,7 @@ def test_max_length_cuts_contexts_from_the_left() -> None:
 
 
 def test_max_length_cuts_what_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To as many tokens as it says: to continue them, all of them are read."""
+    """Contexts are cut to as many tokens as it says: to continue them, all of them are read."""
     lm = make(max_length=6)
     read = []
     prefill = CausalLM.prefill

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tidegate
 from tidegate.models import (
     Block,
     CausalLM,
@@ -557,3 +558,7 @@ def test_sharded_reset_draws_the_same(tmp_path):
         torch.testing.assert_close(model(ids, "next").loss, wanted(ids, "next").loss)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_decoder_is_public_beside_the_models():
+    assert tidegate.Decoder is tidegate.models.Decoder

@@ -382,7 +382,7 @@ def test_a_sequence_ends_with_a_stop(device):
 
 
 def test_log_probs(device):
-    """By the logits as they are, whatever the temperature and the filters."""
+    """They are those of the logits as they are, whatever the temperature and the filters."""
     model = make("fox", device=device)
     (prompt,) = prompts(5)
     decoder = Decoder(model, 1, log_probs=True)

@@ -38,7 +38,7 @@ def gate_rows(mixer: torch.nn.Module) -> torch.Tensor:
     ("mixer", "options"), [case for case in STARTS if "gate_init" in case[1]], ids=str
 )
 def test_gate_init_stays(mixer, options):
-    """The same spread of gates with and without init_std: sorted, the logits of one start are
+    """Gates spread alike with and without init_std: sorted, the logits of one start are
     random numbers of one distribution, whose means over 128 gates agree within a few percent."""
     means = []
     for std in (None, 0.02):

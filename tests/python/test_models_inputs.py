@@ -122,7 +122,7 @@ def test_an_expanded_state_is_refused_by_name(mixer):
 
 @pytest.mark.parametrize("attention", ["transformer", "fox"])
 def test_a_full_cache_is_refused_before_any_state_moves(attention):
-    """Of a model whose first layer is recurrent."""
+    """The model's first layer is recurrent, and would have moved first."""
     model = CausalLM(LMConfig(["hgrn", attention], dim=32, layers=2)).eval()
     x = ids()
     with torch.no_grad():

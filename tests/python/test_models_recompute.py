@@ -15,7 +15,7 @@ from tidegate.nn import GLU
 from tidegate.nn._common import make_norm
 from tidegate.nn._recompute import recomputing
 
-DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+DOCS = Path(__file__).parents[2] / "docs" / "training_memory.md"
 
 
 def small(mixer: str = "hgrn2", **options: object) -> LMConfig:
@@ -184,7 +184,7 @@ def test_blocks_compile_whole() -> None:
 
 
 def documented() -> dict[str, list[str]]:
-    """docs/training.md's table: mixer -> bytes as they are written."""
+    """docs/training_memory.md's table: mixer -> bytes as they are written."""
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|((?: [\d.]+ \|){3})$", DOCS.read_text(), re.MULTILINE)
     return {name: numbers.split(" |")[:-1] for name, numbers in rows}
 

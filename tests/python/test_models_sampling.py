@@ -118,7 +118,7 @@ def test_tokens_without_a_chance_are_never_drawn(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_cuda_draws_what_the_cpu_draws(settings, device):
-    """But for a draw that the last digit of a logarithm decides."""
+    """All draws agree but one that the last digit of a logarithm decides."""
     if device == "cpu":
         pytest.skip("compares CUDA with the CPU")
     logits = 2 * torch.randn(256, 50257)

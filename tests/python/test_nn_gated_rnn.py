@@ -101,7 +101,7 @@ def test_packed_sequences_do_not_touch(device):
 
 @torch.no_grad()
 def test_noise_and_tau_are_around_all_that_the_gate_reads():
-    """And the bound is around those."""
+    """The lower bound is around the noise and tau."""
     mixer = make(gumbel_gate=0.5, lower_bound=True)
     x, gamma = torch.randn(2, 12, DIM, dtype=torch.float64), gamma_of(mixer)
     torch.manual_seed(3)

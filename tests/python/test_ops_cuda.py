@@ -290,7 +290,7 @@ def test_tensors_of_two_kinds_of_device() -> None:
     ids=str,
 )
 def test_long_and_narrow_shapes(case: ScanCase) -> None:
-    """So little to do in parallel that time is split."""
+    """There is so little to do in parallel that time is split."""
     cases.check(case, "cuda")
 
 
@@ -471,7 +471,7 @@ SIZES_OF_ALL_KINDS = [
 
 @pytest.mark.parametrize("case", SIZES_OF_ALL_KINDS, ids=str)
 def test_no_size_of_16_bit_data_takes_the_plain_path(case: AnyCase) -> None:
-    """It takes 10 to 200 times as long."""
+    """The plain path takes 10 to 200 times as long."""
     inputs = inputs_of(case, "cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         train(case, inputs)

@@ -223,7 +223,7 @@ def test_packed_equals_one_by_one(device: str) -> None:
 
 @pytest.mark.parametrize("window", [70, 71, 2**31 - 2, 2**31, 2**62])
 def test_a_window_that_hides_nothing_is_none(window: int, device: str) -> None:
-    """Also where a position and a window together are more than 32 bits hold."""
+    """It is none also where a position and a window together are more than 32 bits hold."""
     a = inputs_of(AttentionCase(batch=1, queries=60, past=10, dtype=torch.bfloat16), device)
     names = ("q", "k", "v", "log_f")
     leaves = {name: a[name].detach().requires_grad_() for name in names}

@@ -95,7 +95,7 @@ def test_digits_after_a_hundred_thousand_tokens(dtype: torch.dtype, device: str)
 
 @pytest.mark.slow
 def test_65536_tokens(device: str) -> None:
-    """Whose scores would take 16 GiB, in a window; the last token is right."""
+    """The last token is right where scores would take 16 GiB, in a window."""
     time = 65536
     rng = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, time, 1, 8, generator=rng) for _ in range(3))
@@ -310,8 +310,8 @@ def test_sequences_without_keys_between_long_ones(
 ) -> None:
     """A block that takes many tiles of queries goes from a tile with many keys to one with none and
     on: the former are as without the latter, which are zeros. As many keys as such queries have
-    none themselves: there are no more queries than keys in all, which the op always asks for. Of
-    each sequence it asks only in debug mode."""
+    none themselves: there are no more queries than keys in all, which the op always asks for.
+    It asks that of each sequence only in debug mode."""
     require_cuda()
     monkeypatch.delenv("TIDEGATE_DEBUG", raising=False)
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ def test_calls_of_attention_judged_together_are_judged_as_each_alone(device: str
 
 
 def test_products_on_the_cpu_may_add_one_term_after_another() -> None:
-    """Of 233 channels: by torch's matmul alone, which adds up parts, dlog_f was beyond the rule."""
+    """233 channels: by torch's matmul alone, which adds up parts, dlog_f was beyond the rule."""
     case = random_call(242)
     by_parts, by_terms = (
         judge_draws(case, False, range(12), "cpu", one_by_one) for one_by_one in (False, True)

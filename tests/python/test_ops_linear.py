@@ -80,7 +80,7 @@ def on_host(given: Tensors, dtype: torch.dtype | None = None) -> Tensors:
 
 
 def types() -> Iterator[tuple[torch.dtype, torch.dtype]]:
-    """Of rows and of the weight."""
+    """Pairs of dtypes, of rows and of the weight."""
     for dtype in DTYPES:
         yield dtype, dtype
         if dtype != torch.float32:
@@ -200,12 +200,12 @@ def qfv_arguments(dtype: torch.dtype, device: str, time: int = 37, width: int = 
 
 
 def moved(t: Tensor) -> Tensor:
-    """The same one element further on in memory: no longer aligned to 16 bytes."""
+    """A copy one element further on in memory: no longer aligned to 16 bytes."""
     return torch.cat([t.new_zeros(1), t.flatten()])[1:].view_as(t)
 
 
-# Of 16-bit data on CUDA, tensor cores take 16 as it is; the others, and what is not aligned, are
-# copied into their form.
+# Tensor cores take a width of 16 as it is; 16-bit data of others on CUDA, and what is not aligned,
+# are copied into their form.
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "moved"])
 @pytest.mark.parametrize("width", [8, 16, 24, 53])
 @pytest.mark.parametrize("time", [0, 1, 37, 130])
@@ -257,7 +257,7 @@ def test_final_state_of_one_projection_alone(dtype, width, device) -> None:
 @pytest.mark.parametrize("has_do", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck_of_hgrn2_s_backward_ops(dtype, has_do, width, device) -> None:
-    """Of an absent state there is a gradient, too, of the states' shape. The width decides which
+    """An absent state has a gradient, too, of the states' shape. The width decides which
     kernel there is, not what is traced."""
     qfv = qfv_arguments(dtype, device, width=width)["qfv"].detach()
     do, dh_final = torch.ones_like(qfv[:, :, 0]), torch.ones(2, 2, width, width, device=device)

@@ -183,6 +183,19 @@ def test_extreme_logits(dtype, device):
     assert torch.autograd.grad(none, w)[0].abs().sum() == 0
 
 
+def test_gradients_of_rows_take_memory_once() -> None:
+    """With few rows the weight's gradient is the one tensor as large as the weight."""
+    x, weight = torch.randn(8, 64), torch.randn(4096, 64)
+    labels, dloss = torch.randint(4096, (8,)), torch.ones(8)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        raw.linear_cross_entropy_backward(
+            dloss, x, weight, labels, None, -100, 0.0, 0.0, True, True, False
+        )
+    sizes = [event.self_cpu_memory_usage for event in profile.events()]
+    assert sum(size >= weight.nbytes for size in sizes) == 1
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_it():
     require_cuda()

@@ -41,8 +41,8 @@ TORCH_CASES = [
 @pytest.mark.parametrize("time", [None, 0, 1])
 @pytest.mark.parametrize("case", TORCH_CASES, ids=str)
 def test_opcheck(case: RnnCase, time: int | None, grad: bool, device: str) -> None:
-    """Of no token and of one the first case is traced; gated_rnn of more with gradients by
-    test_compiled_once_for_all_shapes."""
+    """The first case is traced for no token and for one; test_compiled_once_for_all_shapes traces
+    gated_rnn for more, with gradients."""
     is_first = case is TORCH_CASES[0]
     if time is not None:
         case = replace(case, time=time, lengths=None)

@@ -39,7 +39,7 @@ LENGTHS = (5, 0, 1001, 1, 64, 0, 930)
 
 
 def sizes(regime: str, device: str) -> dict[str, int]:
-    """Of a regime; a CPU has none, and goes through fewer sequences, and steps, in the same way."""
+    """The sizes of a regime; a CPU has none, and goes through fewer sequences and steps alike."""
     batch, time = REGIMES[regime]
     if device == "cpu":
         batch, time = min(batch, 10), min(time, 1001)

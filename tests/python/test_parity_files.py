@@ -192,7 +192,7 @@ def test_one_checksum_for_both_languages(tmp_path):
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000])
 def test_the_checksum_is_that_of_zlib(size, tmp_path):
-    """Of any number of bytes: eight are taken at a time."""
+    """Any number of bytes has it: eight are taken at a time."""
     path = tmp_path / "a.safetensors"
     cpp.save_safetensors({"x": torch.arange(size, dtype=torch.uint8)}, path, {"about": "x"})
     data = path.read_bytes()

@@ -321,7 +321,7 @@ def test_gates_are_what_the_state_fades_by(mixer, options):
     config = LMConfig(mixer=mixer, mixer_options=options, vocab_size=9, dim=8, layers=1, **mode)
     model = CausalLM(config)
     unit, gamma = model.blocks[0].mixer, model.gammas()[0]
-    # Of GLA the keys' rows of in_proj, of LRU all of it.
+    # For GLA these are the keys' rows of in_proj, for LRU all of it.
     rows = slice(unit.key_dim, 2 * unit.key_dim) if mixer == "gla" else slice(None)
     unit.in_proj.weight[rows] = 0
     ids = torch.tensor([[3]])

@@ -63,7 +63,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_alike(rows: list[dict], wanted: list[dict], bound: float = BOUND) -> None:
-    """The same rows, numbers that come from sums up to `bound`."""
+    """Asserts equal rows; numbers that come from sums may differ by `bound`."""
     assert [row["kind"] for row in rows] == [row["kind"] for row in wanted]
     for row, want in zip(rows, wanted, strict=True):
         assert row.keys() == want.keys()

@@ -130,8 +130,8 @@ SHAPES = [(1,), (), (0, 3), (7,), (4096,), (4097,), (3, 9000), (64, 128)]
 
 
 def test_scale_makes_products_in_float32(device: str) -> None:
-    """Of all types, of more tensors than a launch takes, and of such as do not begin at 16 bytes or
-    are not dense."""
+    """Tensors of all types, more than a launch takes, and such as do not begin at 16 bytes or are
+    not dense."""
     factor = torch.tensor(0.3337, device=device)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         made = [torch.randn(shape, device=device).to(dtype) for shape in SHAPES * 20]

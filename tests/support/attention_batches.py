@@ -208,8 +208,8 @@ class Heads:
         return torch.arange(self.keys, device=self.device) < self.length[:, None]
 
     def measure(self, name: str, found: Tensor, exact: dict[str, Tensor], same: Tensor) -> Tensor:
-        """Of each head: sums of squares and largest ones of the errors of `found`, of those of the
-        yardstick `same`, and of what they are relative to. [6, heads]"""
+        """For each head, sums of squares and largest ones of three things: the errors of `found`,
+        those of the yardstick `same`, and what they are relative to. [6, heads]"""
         right, size = exact[name], exact.get(f"|{name}|", exact[name])
         limit = torch.finfo(same.dtype).max
         overflow = same.isinf() & (found == same) & (right.abs() > limit)

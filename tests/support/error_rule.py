@@ -35,7 +35,7 @@ class Measure:
     size: float  # of the numbers that these are errors of
 
     def relative(self) -> Measure:
-        """The same of numbers of size one."""
+        """This measure for numbers of size one."""
         size = self.size if 0 < self.size < math.inf else 1.0
         return Measure(self.error / size, self.yardstick / size, self.floor / size, 1.0)
 

@@ -91,7 +91,7 @@ def make(case: NormCase, device: str) -> Tensors:
 
 
 def placed(t: Tensor, layout: str) -> Tensor:
-    """The same numbers, otherwise laid out."""
+    """t's numbers, otherwise laid out."""
     if layout == "contiguous" or t.dim() < 3:
         return t
     if layout == "wider rows":  # a view of one projection
@@ -168,7 +168,7 @@ def by_equation(case: NormCase, t: Tensors) -> tuple[Tensor, ...]:
 
 
 def by_torch(case: NormCase, t: Tensors) -> tuple[Tensor, ...]:
-    """The same maths by torch's ops in the case's dtypes."""
+    """The case computed by torch's ops in its dtypes."""
     act = {"sigmoid": torch.sigmoid, "silu": F.silu}
     x = t["residual"] + t["x"] if case.op == "add_norm" else t["x"]
     u = act[case.gate](t["gate"]) * x if "gate" in t and case.gate_first else x

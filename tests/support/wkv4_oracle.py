@@ -39,8 +39,8 @@ def plain_step(w, u, k, v, y, z):
 def _plain_sequence(w, u, k, v, y, z):
     """o [B, T, D] and the last y, z, of `plain_step` over w, u, k, v [B, T, D].
 
-    The same operations on the same numbers. Only y and z need the tokens before them, so all else
-    is done for all tokens at once (test_oracle.py holds one against the other).
+    It makes the same operations on the same numbers. Only y and z need the tokens before them, so
+    all else is done for all tokens at once (test_oracle.py holds one against the other).
     """
     weight, bonus, decay = torch.exp(k), torch.exp(u + k), torch.exp(-w)
     ys, zs, *last = _sums(decay, weight, v, y, z)

@@ -224,7 +224,7 @@ def _other_layout(t: Tensor, draw: random.Random) -> Tensor:
 
 
 def _other_values(t: Tensor, draw: random.Random) -> Tensor:
-    """Of integers those that are out of range; of numbers those that are not finite, or large."""
+    """Values that are refused: integers out of range, numbers that are not finite, or large."""
     if t.dtype in (torch.int32, torch.int64):
         return t + draw.choice((-1000, -1, 1, 1000))
     if not t.is_floating_point():

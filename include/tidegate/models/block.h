@@ -45,8 +45,9 @@ class BlockImpl : public nn::Module<BlockImpl> {
       const std::optional<torch::Tensor>& gamma = std::nullopt,
       const std::optional<torch::Tensor>& cu_seqlens = std::nullopt);
 
-  /// The same for x = residual + added (undefined: zero), as (added, residual) again and the
-  /// mixer's state: the sum is made with the norm that follows it, in one pass over memory.
+  /// forward() of x = residual + added (undefined: zero). Returns y in two parts, (added, residual)
+  /// again, and the mixer's state: each sum is made with the norm that follows it, in one pass over
+  /// memory.
   std::tuple<torch::Tensor, torch::Tensor, nn::MixerState> forward_pair(
       const torch::Tensor& added, const torch::Tensor& residual, const nn::MixerState& state = {},
       const std::optional<torch::Tensor>& gamma = std::nullopt,
@@ -96,7 +97,7 @@ class Backbone {
   /// norms that products read, in a pass over memory each; or "blocks", all that blocks compute but
   /// their inputs. How a model trains, and no part of what is saved.
   std::string recompute = "none";
-  /// Of the residual stream, inside autocast; unset: that of the embedding.
+  /// The dtype of the residual stream inside autocast; unset: that of the embedding.
   std::optional<torch::ScalarType> residual_dtype = std::nullopt;
   torch::nn::ModuleList blocks{nullptr};
   nn::LowerBounds lower_bounds{nullptr};

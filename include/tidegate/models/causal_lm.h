@@ -48,7 +48,7 @@ struct LossOptions {
   /// (tidegate::linear_cross_entropy makes a chunk of rows at a time), so no tensor of tokens x
   /// vocabulary exists in training unless it is asked for here, at a product with the head more.
   std::optional<bool> return_logits = std::nullopt;
-  /// As tidegate::linear_cross_entropy takes them.
+  /// Both mean what they mean to tidegate::linear_cross_entropy.
   double label_smoothing = 0.0;
   double z_loss = 0.0;
 };

@@ -89,8 +89,9 @@ class Decoder {
   /// Another sequence that goes on from where the one in `slot` is: its state is copied.
   int64_t fork(int64_t slot, const SequenceOptions& options = {});
 
-  /// So many tokens of every sequence that goes on, in the order in which they were drawn; after a
-  /// sequence's last one no more of it. The host waits once, for all of them.
+  /// Draws `steps` tokens of every sequence that goes on and returns them in the order in which
+  /// they were drawn; after a sequence's last token come no more of it. The host waits once, for
+  /// all of them.
   std::vector<DecodedToken> step(int64_t steps = 1);
 
   /// Ends the sequence in `slot`, which stays taken.

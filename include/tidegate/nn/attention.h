@@ -50,7 +50,7 @@ class AttentionImpl : public Module<AttentionImpl>, public SoftmaxAttention {
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// As given.
+  /// The options as they were given.
   AttentionOptions options;
 
  protected:

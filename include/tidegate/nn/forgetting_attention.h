@@ -77,7 +77,7 @@ class ForgettingAttentionImpl : public KeepsFloat32<ForgettingAttentionImpl>,
   torch::Tensor log_gate(const torch::Tensor& x,
                          const std::optional<torch::Tensor>& gamma = std::nullopt) const override;
 
-  /// As given.
+  /// The options as they were given.
   ForgettingAttentionOptions options;
   torch::Tensor gate_bias;
 

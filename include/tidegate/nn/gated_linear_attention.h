@@ -118,7 +118,7 @@ class GatedLinearAttentionImpl : public Module<GatedLinearAttentionImpl>,
 
   void pretty_print(std::ostream& stream) const override;
 
-  /// As given, with the defaults that depend on others filled in.
+  /// The options as they were given, with the defaults that depend on others filled in.
   GatedLinearAttentionOptions options;
   torch::nn::Linear in_proj{nullptr};
   torch::nn::Linear gate_proj{nullptr};

@@ -118,10 +118,10 @@ class HGRUImpl : public KeepsFloat32<HGRUImpl>, public TensorStateMixer {
 
   void pretty_print(std::ostream& stream) const override;
 
-  /// As given, with what the preset decided filled in.
+  /// The options as they were given, with what the preset decided filled in.
   HGRUOptions options;
   torch::nn::Linear in_proj{nullptr};
-  /// Instead of in_proj, under its name, where there is an expansion.
+  /// Stands instead of in_proj, under its name, where there is an expansion.
   StateExpansion expansion{nullptr};
   torch::Tensor gate_bias;
   torch::Tensor theta;

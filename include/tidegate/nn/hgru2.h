@@ -96,7 +96,7 @@ class HGRU2Impl : public Module<HGRU2Impl>, public TensorStateMixer {
 
   void pretty_print(std::ostream& stream) const override;
 
-  /// As given, with what the preset decided filled in.
+  /// The options as they were given, with what the preset decided filled in.
   HGRU2Options options;
   torch::nn::Linear in_proj{nullptr};
   /// Undefined unless gate_init asks for a bias that in_proj does not have.

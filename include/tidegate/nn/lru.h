@@ -96,7 +96,7 @@ class LinearRecurrentUnit : public KeepsFloat32<Derived>, public TensorStateMixe
 
   void pretty_print(std::ostream& stream) const override;
 
-  /// As given, with the width of the state filled in.
+  /// The options as they were given, with the width of the state filled in.
   Options options;
   torch::nn::Linear in_proj{nullptr};
   torch::Tensor nu_log, theta_log, gamma_log;

@@ -37,8 +37,8 @@ class NormImpl : public Module<NormImpl> {
   void reset() override;
   /// Weight one, bias zero.
   void reset_parameters();
-  /// By the op `norm`, in one pass. Under autocast the result is in autocast's dtype, since
-  /// products follow, but a float32 x is not rounded before it is normed.
+  /// Calls the op `norm`, one pass over memory. Under autocast the result is in autocast's dtype,
+  /// since products follow, but a float32 x is not rounded before it is normed.
   torch::Tensor forward(const torch::Tensor& x);
   /// forward(x) * act(gate), or forward(act(gate) * x) with `gate_first`, in one pass; gate: like
   /// x. `activation`: "silu" or "sigmoid". An undefined gate is none.

@@ -144,7 +144,7 @@ class SoftmaxAttention : public SeveralTensorMixer {
   void check_room(const MixerState& state, int64_t batch) const override;
   bool drop_unreachable(const MixerState& state) const override;
 
-  /// Those that the options ask for; empty handles otherwise.
+  /// The layers that the options ask for; the others are empty handles.
   torch::nn::Linear in_proj{nullptr}, shift_proj{nullptr}, gate_proj{nullptr}, out_proj{nullptr};
   Norm q_norm{nullptr}, k_norm{nullptr}, output_norm{nullptr};
 

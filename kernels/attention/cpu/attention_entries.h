@@ -1,6 +1,6 @@
 #pragma once
 
-// From params to the code for their types.
+// Chooses the code for the types that params have.
 
 #include "kernels/attention/cpu/backward_tile.h"
 #include "kernels/attention/cpu/forward_tile.h"
@@ -15,7 +15,7 @@ void with_attention_types(DType data, DType gate, Body body) {
   const SubnormalsAreZero guard;
   with_real_types(data, gate, body);
 }
-/// As above, where the gate's type does not matter.
+/// Calls body(state, element) where the gate's type does not matter.
 template <class Body>
 void with_data_types(DType data, Body body) {
   with_attention_types(data, data, [&](auto state, auto element, auto) { body(state, element); });

@@ -22,7 +22,7 @@ struct BackwardTile {
   TilePair pair;
   int64_t width, stride;
 
-  // Scratch memory. Of the queries: [kQueryTile][stride]; of the keys, and as [width][kKeyTile].
+  // Scratch memory: queries' rows are [kQueryTile][stride], keys' also [width][kKeyTile] (_lanes).
   R *q, *d_o, *dq, *k, *k_lanes, *v, *v_lanes, *dk, *dv;
   R *weights, *d_scores;  // [kQueryTile][kKeyTile]: P and dS
   R *row_offset, *row_high, *row_low, *row_lse, *row_term, *row_parts, *key_high, *key_low;

@@ -206,9 +206,9 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAt
     TIDEGATE_RETURN_IF_CUDA_ERROR(has_hopper_code(limits, &hopper));
   }
   *plan = {.path = AttentionPath::kTensorCore,
-           .tile = hopper               ? kHopperTile
-                   : is_wide(p, limits) ? 1
-                                        : 0};
+           .tile = hopper               ? AttentionTile::kHopper
+                   : is_wide(p, limits) ? AttentionTile::kWide
+                                        : AttentionTile::kUsual};
   plan->workspace_bytes = ForwardWorkspace(p).bytes;
   return cudaSuccess;
 }
@@ -218,7 +218,7 @@ cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stre
   TensorAttention work;
   work.params.forward = p;
   work.gate_sums = workspace.gate_sums;
-  const bool hopper = p.plan.tile == kHopperTile;
+  const bool hopper = p.plan.tile == AttentionTile::kHopper;
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       scan_gates(p, workspace.gate_sums, stream, hopper ? workspace.next_item : nullptr));
   if (p.prune > 0) {
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kExtentWarps * 32)
 template <class T>
 cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
                    const DeviceLimits& limits, cudaStream_t stream) {
-  if (work.params.forward.plan.tile == kHopperTile) {
+  if (work.params.forward.plan.tile == AttentionTile::kHopper) {
     return HopperBackwardUnit<T>::launch(work, gates, limits, stream);
   }
   return work.params.forward.head_dim <= kLargestSmallHeadDim
@@ -340,9 +340,9 @@ struct TileNeeds {
   }
 };
 
-cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const DeviceLimits& limits,
-                       TileNeeds* needs) {
-  if (tile == kHopperTile) {
+cudaError_t find_needs(const ForgettingAttentionParams& p, AttentionTile tile,
+                       const DeviceLimits& limits, TileNeeds* needs) {
+  if (tile == AttentionTile::kHopper) {
     return with_hopper_backward_tile(p.head_dim, [&]<HopperBackwardTile kTile>() {
       *needs = {true, hopper_takes_short_range(p), kTile.queries, kTile.sum_columns(),
                 kHopperSharedBytes};
@@ -355,9 +355,10 @@ cudaError_t find_needs(const ForgettingAttentionParams& p, int tile, const Devic
               std::max(Keys::shared_bytes(limits), Shapes::Queries::kSharedBytes)};
     return cudaSuccess;
   };
-  return p.head_dim <= kLargestSmallHeadDim
-             ? with_backward_shapes<__nv_bfloat16, HeadDims::kSmall>(p.head_dim, tile == 1, look)
-             : with_backward_shapes<__nv_bfloat16, HeadDims::kLarge>(p.head_dim, tile == 1, look);
+  return p.head_dim <= kLargestSmallHeadDim ? with_backward_shapes<__nv_bfloat16, HeadDims::kSmall>(
+                                                  p.head_dim, tile == AttentionTile::kSmall, look)
+                                            : with_backward_shapes<__nv_bfloat16, HeadDims::kLarge>(
+                                                  p.head_dim, tile == AttentionTile::kSmall, look);
 }
 
 /// Clears what is added to; the first step of the scan that makes c.
@@ -401,8 +402,8 @@ cudaError_t tensor_backward_plan(const ForgettingAttentionBackwardParams& params
   if (hopper_backward_takes(params)) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(has_hopper_code(limits, &on_hopper));
   }
-  for (const int tile : {kHopperTile, 0, 1}) {
-    if (tile == kHopperTile && !on_hopper) {
+  for (const auto tile : {AttentionTile::kHopper, AttentionTile::kUsual, AttentionTile::kSmall}) {
+    if (tile == AttentionTile::kHopper && !on_hopper) {
       continue;
     }
     TileNeeds needs;

@@ -71,7 +71,7 @@ class OperandReader {
     return {tile, lane & 15, lane >> 4};
   }
 
-  /// From row `row` and column 16 * `step` on.
+  /// Loads the operand that begins at row `row` and column 16 * `step`.
   __device__ void load(uint32_t (&m)[4], int row, int step) const {
     load_matrices(m, at(row, step));
   }

@@ -81,11 +81,11 @@ inline int heads_side_by_side(const TimeTiles& tiles, int64_t resident) {
              : static_cast<int>(std::max<int64_t>(1, resident / tiles.per_sequence));
 }
 
-/// The block's tile and head. Of `side_by_side` heads, of a batch row or of several, all have their
-/// first tile taken, then all their second; with last_first (of queries, the last has most keys)
-/// from the last tile on. Then follow as many more heads: with two, head 0 tile 0, head 1 tile 0,
-/// head 0 tile 1... and then heads 2 and 3. So the tiles with most to do are never
-/// the last to be taken, and neighbouring blocks share keys and values, or queries.
+/// The block's tile and head. `side_by_side` heads, of a batch row or of several, all have their
+/// first tile taken, then all their second, and so on; as many more heads follow. With two: head 0
+/// tile 0, head 1 tile 0, head 0 tile 1... and then heads 2 and 3. With last_first the order of a
+/// head's tiles is turned round, since the last queries see most keys. So the tiles with most to do
+/// are never the last to be taken, and neighbouring blocks share keys and values, or queries.
 struct TileAndHead {
   TimeTile tile;
   int64_t tile_index;
@@ -184,8 +184,8 @@ class GateSums {
   __device__ int first_not_above(double bound, int end, int lane) const {
     return first_past([&](double sum) { return sum > bound; }, end, lane);
   }
-  /// As first_not_above, but a sum that is NaN, or that a NaN bounds, is passed: where there is
-  /// one, the last sum is NaN too, and none is left out.
+  /// Differs from first_not_above where a sum or the bound is NaN: such a sum is passed. Where
+  /// there is one, the last sum is NaN too, and none is left out.
   __device__ int first_known_not_above(double bound, int end, int lane) const {
     if (end > 0 && isnan(sums_[end - 1])) {
       return end;
@@ -284,7 +284,7 @@ struct BackwardWorkspace {
   int* extent_ends;   // where keys are pruned
   float* delta_minus_dlse;
   float* column_sums;
-  // From here on, cleared together: up to row_sums without additions, up to dq_sums without
+  // What follows is cleared together: up to row_sums without additions, up to dq_sums without
   // clears_dq, else to the end.
   unsigned* score_bounds;
   unsigned* long_range;   // where keys are pruned

@@ -483,7 +483,7 @@ __device__ inline void store_matrices_transposed(unsigned address, const uint32_
 #endif
 }
 
-/// As above, not transposed (stmatrix).
+/// Stores the matrices as they are, not transposed (stmatrix).
 __device__ inline void store_matrices(unsigned address, const uint32_t (&x)[4]) {
 #if TIDEGATE_HOPPER_CODE
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),

@@ -26,7 +26,7 @@ cudaError_t can_cluster(bool* can) {
   return cudaSuccess;
 }
 
-/// As launch_early(), in clusters of kBlocks (more than one only where can_cluster() says so), for
+/// launch_early() in clusters of kBlocks (more than one only where can_cluster() says so), for
 /// kernels of a chain. A multiprocessor's memory is divided into shared memory and cache anew only
 /// when it is idle: so that a kernel finds room beside the one before, all have as much shared
 /// memory as there is, whatever they use of it.

@@ -23,9 +23,9 @@ class ReservedMemory {
   /// Addresses for so many bytes, at least one; no memory yet. cudaErrorNotSupported where the
   /// device or the driver has no such thing.
   [[nodiscard]] cudaError_t reserve(int device, int64_t bytes);
-  /// Memory for the first `bytes` of them, in whole pages. cudaErrorMemoryAllocation, and all as it
-  /// was, where the device has no more, or more is asked for than was reserved. Of new memory
-  /// nothing is known.
+  /// Puts memory behind the first `bytes` of them, in whole pages; what new memory holds is not
+  /// defined. cudaErrorMemoryAllocation, and all as it was, where the device has no more, or more
+  /// is asked for than was reserved.
   [[nodiscard]] cudaError_t grow(int64_t bytes);
 
   void* data() const { return reinterpret_cast<void*>(address_); }

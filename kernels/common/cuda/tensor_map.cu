@@ -14,7 +14,7 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 /// The driver's function, found at run time, so that a program that links this library runs where
 /// there is no driver.
 cudaError_t find_encode(Encode* encode) {
-  // The same for every thread and device, whoever finds it first.
+  // It is one function for every thread and device, whoever finds it first.
   static std::atomic<Encode> known = nullptr;
   *encode = known.load(std::memory_order_relaxed);
   if (*encode != nullptr) {

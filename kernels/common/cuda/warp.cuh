@@ -127,7 +127,7 @@ __device__ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_
 }
 
 /// Loads four 8 x 8 matrices of 16-bit elements from shared memory: lanes 8i .. 8i+7 give the
-/// addresses of the rows (16 bytes each, aligned) of matrix i. Of each, a lane gets (r, 2c..2c+1).
+/// addresses of the rows (16 bytes each, aligned) of matrix i. A lane gets (r, 2c..2c+1) of each.
 __device__ inline void load_matrices(uint32_t (&m)[4], unsigned shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

@@ -13,7 +13,7 @@ namespace tidegate::kernels::loss {
 namespace {
 
 constexpr int kMaxThreads = 512;
-constexpr int kBlocksAProcessor = 2;
+constexpr int kBlocksPerSm = 2;
 constexpr int kPacksAtOnce = 4;       // reads of a thread in flight: 64 KB a multiprocessor
 constexpr int kReservedBytes = 1024;  // of shared memory, that the system takes of each block
 constexpr int kSumThreads = 1024;
@@ -291,7 +291,7 @@ __device__ void finish_without_label(const CrossEntropyParams& p, const Row<E>& 
 }
 
 template <class E>
-__global__ void __launch_bounds__(kMaxThreads, kBlocksAProcessor)
+__global__ void __launch_bounds__(kMaxThreads, kBlocksPerSm)
     cross_entropy_kernel(const CrossEntropyParams p, int cached) {
   using Real = typename Register<E>::type;
   extern __shared__ __align__(16) unsigned char cache[];
@@ -380,8 +380,8 @@ template <class E>
 cudaError_t cached_packs(const CrossEntropyParams& p, int* packs) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  constexpr int kStaticBytes = 1024;
-  const int64_t room = (limits.shared_bytes - kReservedBytes) / kBlocksAProcessor - kStaticBytes;
+  constexpr int kStaticBytes = 1024;  // more than sum_over_block declares
+  const int64_t room = (limits.shared_bytes - kReservedBytes) / kBlocksPerSm - kStaticBytes;
   const int64_t row = ceil_div(p.vocab, Row<E>::kVec);
   *packs = p.gradient ? static_cast<int>(row < room / 16 ? row : room / 16) : 0;
   return cudaSuccess;

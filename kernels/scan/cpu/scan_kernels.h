@@ -27,8 +27,8 @@ constexpr int64_t kMaxBlockRowBytes = 16384;
 
 /// What lru needs to know of its channels: rows of D numbers of the state's type in the workspace,
 /// written once a call. The decay is a sum of two numbers where the state is single precision:
-/// lambda rounded to one makes the same error at every step of a long memory. Of a complex number
-/// the row of imaginary parts follows that of real ones: whoever reads one counts on from it.
+/// lambda rounded to one makes the same error at every step of a long memory. Where numbers are
+/// complex, the row of imaginary parts follows that of real ones: readers of one count on from it.
 enum LruRow : uint8_t {
   kLruDecayRe,
   kLruDecayIm,  // this and other rows of the phase: zero when real

@@ -119,7 +119,7 @@ def _eval_tasks(options: argparse.Namespace) -> int:
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """Those that were given; the others keep the function's defaults."""
+    """The values that were given; the others keep the function's defaults."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -172,7 +172,7 @@ class AttentionStateLayer(_Counts, CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back: as many as a negative number says, or all but as many as a
-        positive one says. Of rows padded on the left these are their own last tokens."""
+        positive one says. Rows padded on the left lose their own last tokens."""
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.tokens - tokens_to_remove
         count = min(max(count, 0), self.tokens)
         if count == 0:

@@ -56,7 +56,7 @@ class TidegatePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
-    # Of what accelerate moves to a block's device when it is called: it is there, or on the host.
+    # Arguments that accelerate must not move to a block's device: they are there, or on the host.
     _skip_keys_device_placement = ["cache", "past_key_values", "state"]
     _is_stateful = True
     _can_compile_fullgraph = False
@@ -314,8 +314,8 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_causal_lm(cls, lm: CausalLM, **config: Any) -> TidegateForCausalLM:
-        """The same model, with the same parameters; config: what transformers has beside ours, such
-        as eos_token_id."""
+        """Makes a transformers model of `lm` that shares its parameters; config: what transformers
+        has beside ours, such as eos_token_id."""
         with torch.device("meta"):
             model = cls(TidegateConfig.from_lm_config(lm.config, **config))
         tensors = {_their_name(name): t for name, t in _tensors(lm).items()}
@@ -326,7 +326,7 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
         return model.train(lm.training)
 
     def to_causal_lm(self) -> CausalLM:
-        """The same model, with the same parameters."""
+        """Makes a CausalLM of this model that shares its parameters."""
         lm = CausalLM(self.config.lm_config(), device="meta")
         mine = _tensors(self)
         tensors = {name: mine[_their_name(name)] for name in lm.state_dict()}
@@ -355,9 +355,9 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
         skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As `TidegateModel.forward`, and logits ``[B, T, vocab]``, of the last logits_to_keep
-        positions where that is not 0; labels ``[B, T]``, which are the ids themselves, -100 where
-        they are ignored, since transformers' loss shifts them.
+        """What `TidegateModel.forward` computes, and logits ``[B, T, vocab]``, of the last
+        logits_to_keep positions where that is not 0; labels ``[B, T]``, which are the ids
+        themselves, -100 where they are ignored, since transformers' loss shifts them.
 
         skip_logits: whether the loss is made from hidden states, a chunk of logits at a time, and
         logits are None (`tidegate.ops.linear_cross_entropy`); None: in training, where the
@@ -486,7 +486,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _their_name(name: str) -> str:
-    """Of a CausalLM's tensor, the name in `TidegateForCausalLM`."""
+    """The name in `TidegateForCausalLM` of a CausalLM's tensor."""
     return "lm_head.weight" if name == "head.weight" else f"model.{name}"
 
 

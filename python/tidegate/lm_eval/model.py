@@ -119,8 +119,8 @@ class TidegateLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Of every (strings, context, continuation) the continuation's log-likelihood, and whether
-        each of its tokens is the likeliest one."""
+        """The log-likelihood of the continuation in every (strings, context, continuation), and
+        whether each of its tokens is the likeliest one."""
         ids = [self._cut(context + continuation) for _, context, continuation in requests]
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="log-likelihoods")
@@ -136,7 +136,7 @@ class TidegateLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Of each row its last `counts` tokens, given all before them."""
+        """Scores the last `counts` tokens of each row, given all before them."""
         lengths = torch.tensor([len(row) - 1 for row in rows])
         ends = lengths.cumsum(0)
         inputs = torch.tensor([i for row in rows for i in row[:-1]], device=self._device)[None]
@@ -168,7 +168,7 @@ class TidegateLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Of every text its log-likelihood, every token given all before it."""
+        """The log-likelihood of every text, each token given all before it."""
         texts = [request.args[0] for request in requests]
         ids = [[self.prefix_token_id, *self.tok_encode(text)] for text in texts]
         found = [0.0] * len(ids)
@@ -203,8 +203,8 @@ class TidegateLM(TemplateLM):
 
     @torch.no_grad()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Of every (context, arguments) what the model writes, up to the first of arguments'
-        `until` or to the end of text."""
+        """What the model writes after the context of every (context, arguments), up to the first of
+        arguments' `until` or to the end of text."""
         ids = [
             self._cut(self.tok_encode(request.args[0]) or [self.prefix_token_id], predicted=0)
             for request in requests

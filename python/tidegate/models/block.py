@@ -114,8 +114,8 @@ class Model(nn.Module):
     Two attributes say how a model trains, and are no part of what is saved; they may be set at any
     time. `recompute`: what is not kept for the backward pass but computed again in it: "none";
     "norms", the results of norms and the products of GLUs; "blocks", all that blocks compute but
-    their inputs (docs/training.md has the bytes). `residual_dtype`: of the residual stream, inside
-    autocast; None is that of the embedding.
+    their inputs (docs/training_memory.md has the bytes). `residual_dtype`: that of the
+    residual stream inside autocast; None is that of the embedding.
     """
 
     residual_dtype: torch.dtype | None = None

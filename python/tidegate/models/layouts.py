@@ -160,7 +160,7 @@ def _whole(state: Mapping[str, Tensor], ours: str, theirs: str) -> dict[str, lis
 
 
 def _stacked(linear: nn.Module, ours: str, names: Iterable[str]) -> dict[str, list[Rows]]:
-    """Of a projection that stacks matrices: each is one of theirs."""
+    """The rows of a projection that stacks matrices: each matrix is one of theirs."""
     pairs = zip(names, stacked_rows(linear), strict=True)
     return {f"{ours}.weight": [Rows(f"{name}.weight", 0, count) for name, count in pairs]}
 

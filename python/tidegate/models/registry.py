@@ -73,8 +73,8 @@ def mixer_class(name: str) -> type[nn.Module]:
 
 @functools.cache
 def _option_types(name: str) -> dict[str, tuple[str, bool]]:
-    """Of each option of mixer `name`: "bool", "int", "float" or "str", and whether None fits; as
-    the annotations of its class say."""
+    """The type of each option of mixer `name`, "bool", "int", "float" or "str", and whether None
+    fits, as the annotations of its class say."""
     types = {}
     for option, parameter in inspect.signature(mixer_class(name)).parameters.items():
         if option not in _NOT_OPTIONS:
@@ -113,7 +113,7 @@ def check_mixer_options(name: str, options: dict[str, Any]) -> None:
 def type_problem(kind: str, value: object) -> str:
     """What was expected, where `value` is none of `kind`: "bool", "int", "float" or "str"; else "".
 
-    As C++ and JSON have it: True is no number, 1 is no switch, and integers are numbers.
+    Types are those of C++ and JSON: True is no number, 1 is no switch, and integers are numbers.
     """
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if kind == "bool":

@@ -15,7 +15,7 @@ from .._library import load
 
 load()
 
-# By model: how many threads generate with it, and every module's mode before the first of them did.
+# For each model, how many threads generate with it, and its modules' modes before the first did.
 _generating: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[nn.Module, bool]]]] = (
     weakref.WeakKeyDictionary()
 )

@@ -35,9 +35,9 @@ MAX_WIDTH: int = _CHOICES["max_width"]
 MAX_VOCAB_SIZE: int = _CHOICES["max_vocab_size"]
 MAX_IMAGE_CHANNELS: int = _CHOICES["max_image_channels"]
 MAX_PATCH_SIZE: int = _CHOICES["max_patch_size"]
-# Of any integer among a mixer's options.
+# The largest integer that any option of a mixer may be.
 MAX_OPTION: int = _CHOICES["max_option"]
-# Lists and objects in one another, in JSON that is read.
+# How deep lists and objects may lie in one another in JSON that is read.
 MAX_JSON_DEPTH: int = _CHOICES["max_json_depth"]
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -72,7 +72,7 @@ def check_gate_options(
     gumbel_gate: float | None,
     channels: int,
 ) -> None:
-    """Both options, of a gate that depends on the data if `has_data`; otherwise None alone fits.
+    """Checks both options of a gate, which depends on the data if `has_data`; else None alone fits.
     needed: what makes it so, ``gate='data'``."""
     for option, given in (("gate_init", gate_init), ("gumbel_gate", gumbel_gate)):
         if given is not None and not has_data:

@@ -41,7 +41,7 @@ def check_number(op: str, name: str, value: object) -> None:
 
 
 def check_numbers(op: str, p: object, **numbers: object) -> None:
-    """Of an initialiser: p is a tensor, the others are numbers."""
+    """Checks an initialiser's arguments: p is a tensor, the others are numbers."""
     check_tensor(op, "p", p)
     for name, value in numbers.items():
         check_number(op, name, value)

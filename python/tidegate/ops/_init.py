@@ -8,10 +8,10 @@ from ._checks import check_numbers, check_tensor
 
 
 def init_uniform_(p: Tensor, low: float, high: float) -> Tensor:
-    """``p ~ U[low, high)``. Like all of these: drawn in float32 from torch's default CPU generator,
-    then cast and copied to p; nothing drawn on the meta device; not recorded by autograd. The same
-    draws as the C++ function's. A sharded p (a DTensor) gets its share of what one process would
-    have drawn; the bare operator takes plain tensors only. Returns p.
+    """``p ~ U[low, high)``. All initialisers here draw in float32 from torch's default CPU
+    generator, as the C++ functions do, then cast and copy to p; they draw nothing on the meta
+    device, and autograd does not record them. A sharded p (a DTensor) gets its share of what one
+    process would have drawn; the bare operator takes plain tensors only. Returns p.
     """
     check_numbers("init_uniform_", p, low=low, high=high)
     fill(p, lambda t: torch.ops.tidegate.init_uniform_(t, low, high))

@@ -103,7 +103,7 @@ class WindowOrder:
         self._epoch = epoch
 
     def take_share(self, rank: int, size: int) -> None:
-        """From here on next() returns this process's part of every batch, which `size` read."""
+        """Makes next() return this process's part of every batch, which `size` processes read."""
         self._share = (rank, size)
 
     def _next_starts(self) -> list[int]:

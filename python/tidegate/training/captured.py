@@ -38,7 +38,7 @@ class CapturedStep:
         self._outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """One step."""
+        """Makes one step, at first eagerly, then from the graph."""
         if self._graph is None:
             if self._calls < _EAGER_CALLS:
                 self._calls += 1

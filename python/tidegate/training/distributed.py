@@ -219,7 +219,7 @@ class Processes(Group):
         prefix = f"tidegate/{restart}/{_joins}"
         try:
             store = connect(host, int(port), self._timeout, holds=self._holds_first)
-            # By a connection of its own: the other may be busy with a wait.
+            # The board has a connection of its own: the other may be busy with a wait.
             asked = connect(host, int(port), self._timeout)
             self._board = Board(dist.PrefixStore(prefix, asked))
         except (RuntimeError, ValueError, OSError) as error:
@@ -333,8 +333,8 @@ class Processes(Group):
 
     def _what_happened(self, text: str, where: str) -> UserError:
         """Why a collective failed: every process that gets here says so on the board, and those
-        that do not are gone or hang. Of its own host a process sees which are gone; they may keep
-        others, which wait for somebody that waits for them, from getting here."""
+        that do not are gone or hang. A process sees which ones of its own host are gone; they may
+        keep others, which wait for somebody that waits for them, from getting here."""
         grace = min(2.0 + 2.0 * self._interval, _LONGEST_GRACE)
         keys = [f"failed/{rank}" for rank in range(self.size)]
         was_still = self._watch.stillness()

@@ -158,7 +158,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 
 
 class Watch:
-    """Beside the work of a process: asks whether another one failed, and measures how long this one
+    """Watches, beside the work of a process, whether another one failed and how long this one
     stands still.
 
     hear: told that another failed. end: ends the process, which did not stop() the watch since.
@@ -178,7 +178,7 @@ class Watch:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """From here on this process ends by itself."""
+        """Ends the watch: from here on this process ends by itself."""
         self._done.set()
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -51,8 +51,8 @@ class Muon(torch.optim.Optimizer):
     in the order of the groups, the row counts of the matrices stacked in it. A matrix moves by
     ``lr * sqrt(max(1, rows / columns))`` times the orthogonalised momentum.
 
-    Of sharded parameters (DTensors) the momentum is, too; what is orthogonalised is gathered, and
-    every process orthogonalises all of it and keeps its part.
+    The momentum of sharded parameters (DTensors) is sharded, too; what is orthogonalised is
+    gathered, and every process orthogonalises all of it and keeps its part.
 
     Raises:
         ValueError: there are not as many splits as parameters, or rows do not add up.
@@ -197,6 +197,6 @@ class Combined:
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """The reverse of state_dict()."""
+        """Takes what state_dict() gave."""
         self.muon.load_state_dict(states["muon"])
         self.adamw.load_state_dict(states["adamw"])

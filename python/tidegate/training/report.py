@@ -146,7 +146,7 @@ def plot_token_mixing(
     """Draws token_mixing.png: the token-mixing matrix of every layer, or of some, counted from 1.
 
     tokens: how much of the validation text (of its first example, for a task) is read, at most
-    2048; None: 256, or what there is. Of more than 512 a pixel is the largest weight of a tile.
+    2048; None: 256, or what there is. Above 512 a pixel is the largest weight of a tile.
 
     Raises UserError when the folder holds no run with a checkpoint, there are not as many tokens,
     or a layer is not there or has no such matrix.

@@ -64,7 +64,7 @@ class Run:
     def export(self) -> None:
         """Writes model/, unless it holds these weights of this step: config.json and
         model.safetensors, which C++ reads too and which says of which step it is; tokenizer.json
-        where tokens are not bytes. Of several processes all call it."""
+        where tokens are not bytes. All of several processes call it."""
         tensors = self.trainer.placement.whole_state()
         if not self.trainer.group.leads or self._is_exported(tensors):
             return
@@ -202,7 +202,7 @@ class _Ready:
     tokenizer: bytes | None = None
 
     def told(self) -> _Ready:
-        """For the other processes."""
+        """What the other processes of a run are told of it."""
         file = self.corpus.tokenizer_file if self.config.tokenizer.startswith("bpe:") else None
         return dataclasses.replace(
             self,

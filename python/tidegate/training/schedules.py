@@ -59,7 +59,7 @@ class Schedule:
         if self.name == "cosine":
             return warm * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * done)))
         if self.name == "inverse-sqrt":
-            # As fairseq's `inverse_sqrt`: continuous at the end of the warm-up, where it is 1.
+            # This is fairseq's `inverse_sqrt`: continuous at the end of the warm-up, where it is 1.
             start = max(1, self.warmup_steps)
             return warm if step + 1 <= start else math.sqrt(start / (step + 1))
         return warm

@@ -262,7 +262,7 @@ def _checksum(values: dict[str, Any]) -> int:
 
 
 def _sync(folder: Path) -> None:
-    """Names in a folder to the disk."""
+    """Brings the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

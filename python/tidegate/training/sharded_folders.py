@@ -34,7 +34,7 @@ def step_of(path: Path) -> int:
 
 
 def order_of(path: Path) -> tuple[int, int]:
-    """By what checkpoints are ordered: the step, and which of that step it is."""
+    """What checkpoints are ordered by: the step, and which of that step it is."""
     step, again = _NAME.fullmatch(path.name).groups()
     return int(step), int(again or 0)
 

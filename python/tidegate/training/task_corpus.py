@@ -44,8 +44,8 @@ class TaskSampler:
         self._share = (0, 1)
 
     def take_share(self, rank: int, size: int) -> None:
-        """From here on next() returns this process's part of every batch, which `size` draw whole:
-        so the examples are the same for any number of them."""
+        """Makes next() return this process's part of every batch, which all `size` processes draw
+        whole: so the examples are the same for any number of them."""
         self._share = (rank, size)
 
     def next(self) -> Batch:

@@ -123,7 +123,7 @@ class Trainer:
         self._captures = config.cuda_graph and self.device.type == "cuda" and alone
         self.optimizer = config.make_optimizer(self.model, capturable=self._captures)
         self.placement.connect()
-        # Either way a step's work on the device.
+        # A step's work on the device, replayed from a graph or launched kernel by kernel.
         update = self._update_by
         self._update = CapturedStep(update, self.device) if self._captures else update
         self.schedule = config.learning_rate()
@@ -369,8 +369,7 @@ class Trainer:
         return states
 
     def _reseed(self, step: int) -> None:
-        """Other numbers for dropout in every process but the first, which draws what one by itself
-        would."""
+        """Seeds dropout anew in every process but the first, which draws what one alone would."""
         if self.group.rank > 0:
             mixed = np.random.SeedSequence([self.config.seed, self.group.rank, step])
             torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1)))

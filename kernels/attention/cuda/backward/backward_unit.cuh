@@ -72,34 +72,37 @@ cudaError_t AttentionBackwardUnit<Data, kDims>::launch(TensorAttention work,
                                                        const DeviceLimits& limits,
                                                        cudaStream_t stream) {
   const ForgettingAttentionParams& p = work.params.forward;
-  return with_backward_shapes<Data, kDims>(p.head_dim, p.plan.tile == 1, [&]<class Shapes>() {
-    using Keys = typename Shapes::Keys;
-    using ShortRange = typename Shapes::ShortRange;
-    TensorAttention keys = work;
-    if (work.dq_sums == nullptr) {  // a deterministic pass: query_gradient_kernel writes row sums
-      keys.row_sums = nullptr;
-    }
-    // Both kernels are launched, and the device says which of them takes a head.
-    bool pruned = false;
-    if constexpr (!std::is_same_v<Keys, ShortRange>) {
-      pruned = p.prune > 0;
-      if (pruned) {
-        keys.head_range = HeadRange::kShort;
-        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<ShortRange>(keys, limits, stream));
-        TIDEGATE_RETURN_IF_CUDA_ERROR(launch_long_range_key_gradients<Keys>(keys, limits, stream));
-      }
-    }
-    if (!pruned) {
-      TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Keys>(keys, limits, stream));
-    }
-    if (work.dq_sums != nullptr) {
-      return launch_convert_dq<Keys>(work, gates, stream);
-    }
-    TIDEGATE_RETURN_IF_CUDA_ERROR(
-        launch_query_gradients<typename Shapes::Queries>(work, limits, stream));
-    return launch_unless_empty(&gate_totals_kernel<GateGradientScan<float>>,
-                               int64_t{gates.blocks()}, kGateChunk, 0, stream, gates);
-  });
+  return with_backward_shapes<Data, kDims>(
+      p.head_dim, p.plan.tile == AttentionTile::kSmall, [&]<class Shapes>() {
+        using Keys = typename Shapes::Keys;
+        using ShortRange = typename Shapes::ShortRange;
+        TensorAttention keys = work;
+        if (work.dq_sums ==
+            nullptr) {  // a deterministic pass: query_gradient_kernel writes row sums
+          keys.row_sums = nullptr;
+        }
+        // Both kernels are launched, and the device says which of them takes a head.
+        bool pruned = false;
+        if constexpr (!std::is_same_v<Keys, ShortRange>) {
+          pruned = p.prune > 0;
+          if (pruned) {
+            keys.head_range = HeadRange::kShort;
+            TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<ShortRange>(keys, limits, stream));
+            TIDEGATE_RETURN_IF_CUDA_ERROR(
+                launch_long_range_key_gradients<Keys>(keys, limits, stream));
+          }
+        }
+        if (!pruned) {
+          TIDEGATE_RETURN_IF_CUDA_ERROR(launch_key_gradients<Keys>(keys, limits, stream));
+        }
+        if (work.dq_sums != nullptr) {
+          return launch_convert_dq<Keys>(work, gates, stream);
+        }
+        TIDEGATE_RETURN_IF_CUDA_ERROR(
+            launch_query_gradients<typename Shapes::Queries>(work, limits, stream));
+        return launch_unless_empty(&gate_totals_kernel<GateGradientScan<float>>,
+                                   int64_t{gates.blocks()}, kGateChunk, 0, stream, gates);
+      });
 }
 
 }  // namespace tidegate::kernels::attention

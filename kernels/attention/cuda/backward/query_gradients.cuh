@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
     return;
   }
   extern __shared__ __align__(128) unsigned char rounded[];
-  // From the last head on, whose sums the L2 still has.
+  // Blocks go from the last head on, whose sums the L2 still has.
   const TileAndHead place(w.query_tiles, w.params.forward.heads, 1, gridDim.x - 1 - blockIdx.x,
                           false);
   if (place.tile.tokens > 0) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void for_each_long_range_tile(const TensorAttention& 
   }
 }
 
-/// As convert_dq_kernel.
+/// convert_dq_kernel for the long-range heads alone.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads) convert_long_range_dq_kernel(
     const __grid_constant__ TensorAttention w,

@@ -52,7 +52,8 @@ __device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTile
   }
 }
 
-/// As above, with what it needs read before: of pairs of keys c_ref - c_j, of rows lse - c_i.
+/// s = log2 of P, from Q K^T, with what it needs in registers: `gates`, c_ref - c_j of pairs of
+/// keys, and `row_offsets`, lse - c_i of rows.
 template <int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTiles][4], float scale,
                                                const float2 (&gates)[kColumnTiles],
@@ -68,7 +69,8 @@ __device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTile
   }
 }
 
-/// As above, on edge tiles of kKeys keys: pair by pair, -infinity where a pair does not count.
+/// s = log2 of P, from Q K^T, on edge tiles of kKeys keys: gates are added pair by pair, and a pair
+/// that does not count gets -infinity.
 template <int kRows, int kKeys, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void compute_log2_p(float (&s)[kRowTiles][kColumnTiles][4], float scale,
                                                const float* gates, const float* rows, PairMask mask,

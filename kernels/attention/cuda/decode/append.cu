@@ -90,7 +90,7 @@ struct Head {
     }
   }
 
-  /// By way of the warp's row of shared memory.
+  /// Rotates by way of the warp's row of shared memory.
   __device__ void turn(float position, const Turns& turns, float* row) {
     const int half = dim / 2;
 #pragma unroll
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
       head.store(cache_row<E>(is_k ? p.k : p.v, b, place, own));
     }
   }
-  // By the last block, whose warps may have no head.
+  // The gates are the last block's, whose warps may have no head.
   for (int64_t h = threadIdx.x; rank == kBlocks - 1 && has_room && h < p.gate_heads;
        h += kThreads) {
     float log_f = 0.0f;

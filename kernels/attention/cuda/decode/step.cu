@@ -116,9 +116,9 @@ bool fits_tensor_cores(const ForgettingAttentionStepParams& p) {
          rows_aligned(p.v, 16);
 }
 
-/// As many splits as fill the device a few times, of 128 keys or more where the cache is full; of
-/// 64 where the device would otherwise be half empty, since a warp takes its keys one tile after
-/// another.
+/// Finds as many splits as fill the device a few times, of 128 keys or more where the cache is
+/// full; of 64 where the device would otherwise be half empty, since a warp takes its keys one tile
+/// after another.
 cudaError_t count_splits(const ForgettingAttentionStepParams& p, bool warps, int64_t* splits) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
@@ -162,7 +162,7 @@ template <class E, int kVec>
 cudaError_t launch_step(Step step, int shared_bytes, cudaStream_t stream) {
   constexpr auto* kKernel = &step_kernel<E, kVec>;
   const ForgettingAttentionStepParams& p = step.params;
-  // As few lanes as hold a row: the others take other rows.
+  // A row takes as few lanes as hold it: the others take other rows.
   step.lanes_a_row = 1;
   while (step.lanes_a_row < 32 && step.lanes_a_row * StepTile::kChannelsPerLane < p.head_dim) {
     step.lanes_a_row *= 2;

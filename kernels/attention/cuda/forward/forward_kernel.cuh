@@ -387,9 +387,9 @@ cudaError_t AttentionForwardUnit<Data, kDims>::launch(TensorAttention work, cuda
   const ForgettingAttentionParams& p = work.params.forward;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  return with_forward_shape<Data, kDims>(p.head_dim, p.plan.tile == 1, [&]<class Shape>() {
-    return launch_forward<Shape>(work, limits, stream);
-  });
+  return with_forward_shape<Data, kDims>(
+      p.head_dim, p.plan.tile == AttentionTile::kWide,
+      [&]<class Shape>() { return launch_forward<Shape>(work, limits, stream); });
 }
 
 }  // namespace tidegate::kernels::attention

@@ -344,7 +344,7 @@ struct OnlineSoftmax {
   static __device__ float finite_or_zero(float x) { return x == -INFINITY ? 0.0f : x; }
 };
 
-/// Not zero where 16 bytes hold an infinity or a NaN.
+/// Returns bits that are not zero where 16 bytes hold an infinity or a NaN.
 template <class T>
 __device__ inline uint32_t non_finite_bits(const unsigned char* piece) {
   constexpr uint32_t kExponents = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;

@@ -66,8 +66,8 @@ struct HopperMathTiles {
     hopper::keep(math.s);
   }
 
-  /// From S of a part to its share of dv, and of dk, which is under way in the end. Its dS and the
-  /// sums of it are in shared memory then.
+  /// Takes a part from S to its share of dv and dk. In the end the product of dk is still under
+  /// way, and the part's dS and the sums of it are in shared memory.
   __device__ __forceinline__ void take_part(int tile, int part) {
     const int i = stage.stage(), row = tile * Shape::kRows + part * kPart;
     const unsigned char* const d_o = shared.d_o[i] + part * kPartBytes;

@@ -9,7 +9,7 @@
 
 namespace tidegate::kernels::attention {
 
-/// What a warpgroup of math keeps in registers, and the phases of a tile.
+/// The dk and dv of a warpgroup's keys, a part's S and dP, and the phases that work on them.
 template <class Shape>
 struct HopperKeyGradients {
   using T = typename Shape::T;
@@ -66,7 +66,7 @@ struct HopperKeyGradients {
     }
   }
 
-  /// d += keys rows^T: S^T of K and Q, dP^T of V and dO. `rows`: of the part, as everywhere.
+  /// d += keys rows^T: S^T of K and Q, dP^T of V and dO. `rows` are the part's, here and below.
   __device__ __forceinline__ void multiply_scores(Scores& d, const unsigned char* keys,
                                                   const unsigned char* rows) {
     using hopper::Operand;
@@ -192,7 +192,8 @@ struct HopperKeyGradients {
         dp, shared_address(ds) + (Shape::kDqByRows ? group * (64 * 128) : 0),
         shared_address(keys) + (Shape::kDqByRows ? 0 : group * KeyPanels::kPanelBytes));
   }
-  /// dq = dS K of 64 rows, and so many columns, from a panel of the keys' on. Shared addresses.
+  /// dq = dS K of 64 rows and 8 kColumns columns, those from a panel of the keys on; `ds` and
+  /// `keys` are addresses in shared memory.
   template <int kColumns>
   static __device__ __forceinline__ void multiply_dq_columns(float (&dq)[kColumns][4], unsigned ds,
                                                              unsigned keys) {
@@ -209,7 +210,7 @@ struct HopperKeyGradients {
     hopper::commit_products();
   }
 
-  /// Sums of dS over the warp's keys, of the part's queries.
+  /// Stores the sums of dS over the warp's keys, one for each of the part's queries.
   __device__ __forceinline__ void store_row_sums(float* to) {
     // The eight lanes of a column halve their columns three times, each passing on what the other
     // keeps: a lane ends with two neighbours.
@@ -228,7 +229,8 @@ struct HopperKeyGradients {
     *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(row_sums[0], row_sums[1]);
   }
 
-  /// dq's half, in the order in which the warps hold it: see convert_dq_kernel.
+  /// Stores the warpgroup's half of dq in the order in which the warps hold it (convert_dq_kernel
+  /// puts it in rows).
   __device__ __forceinline__ void store_dq(float* to) const {
 #pragma unroll
     for (int j = 0; j < kPart / 8; ++j) {
@@ -236,7 +238,7 @@ struct HopperKeyGradients {
           make_float4(dp[j][0], dp[j][1], dp[j][2], dp[j][3]);
     }
   }
-  /// Columns 8 kFirst and so on of dq, in the same order.
+  /// Stores columns 8 kFirst and on of dq, in the order of store_dq.
   template <int kFirst, int kColumns>
   __device__ __forceinline__ void store_dq_columns(const float (&dq)[kColumns][4],
                                                    float* to) const {

@@ -16,7 +16,7 @@
 
 namespace tidegate::kernels::attention {
 
-constexpr int kWeightsDqColumns = 128;  // of dq, made by the weights' role
+constexpr int kWeightsDqColumns = 128;  // the columns of dq that the weights' role makes
 
 /// What both roles have: where in the rings of stages they are, and dq's way to shared memory.
 template <class Shape>
@@ -203,7 +203,7 @@ struct HopperGradientsRole : HopperRole<Shape> {
       const auto range = at.range(head);
       math.start_head(at, head);
       if (range.begin < range.end) {
-        if (!has_values) {  // which are not brought if no query sees the keys
+        if (!has_values) {  // values are not brought if no query sees the keys
           has_values = true;
           mbarrier_wait(&shared.values_full, 0);
         }

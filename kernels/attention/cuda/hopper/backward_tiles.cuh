@@ -25,7 +25,7 @@ struct HopperBackwardShape {
   static constexpr int kMathWarps = 8;
   static constexpr int kKeyWarps = kKeys / 16;  // warps that have dS, of 16 keys each
   static constexpr int kThreads = 384;
-  // Whether dP's start is read while the S before it is under way: where registers are plenty.
+  // Whether dP's start is read while the S before it is under way, which takes registers.
   static constexpr bool kStartsEarly = kDim <= 64;
   // Registers a thread. setmaxnreg hands out no more than the launch allotted, 168 x 384 threads.
   static constexpr int kMathRegisters = kDim > 96 ? 240 : 232;
@@ -63,9 +63,10 @@ constexpr int kStatsBarrier = 5;        // the stats of a tile's queries have be
 constexpr int kValuesReadBarrier = 6;   // with roles, beside kKeysReadBarrier
 constexpr int kMathAndWarp = 256 + 32;  // threads of the math warpgroups and of a producer's warp
 
-/// What a tile of queries brings beside Q. Of each query: what S and dP start from, the scores of
-/// an inner part c_i - c_ref - lse_i in units of Q K^T, those of an edge zero, and dlse - delta;
-/// and for edges, in units of log2, c_i - c_ref, high and low parts, and lse_i.
+/// What a tile of queries brings beside Q, a number for each query. S starts from start_s: in an
+/// inner part c_i - c_ref - lse_i, in units of Q K^T, in a part with an edge zero. dP starts from
+/// start_dp, dlse - delta. Edges need more, in units of log2: c_i - c_ref, in high and low parts,
+/// and lse_i.
 template <int kRows>
 struct HopperRowStats {
   float start_s[kRows], start_dp[kRows];
@@ -110,7 +111,7 @@ struct HopperBackwardShared {
   uint64_t queries_full[kStages], queries_free[kStages];    // with stats; but see kStatsBarrier
   uint64_t d_o_full[kStages], d_o_free[kStages];
   uint64_t ds_full[Shape::kScoreStages];
-  uint64_t dq_free;  // and row_sums; kDqBarrier says that they are there. And see kStatsBarrier
+  uint64_t dq_free;  // dq and row_sums may be written; kDqBarrier: they are there
   [[no_unique_address]] HopperExchange<Shape::kHasRoles> exchange;
   // In the long-range kernel, whose blocks take one tile after the other (next_long_range_tile).
   uint64_t tile_done, tile_taken;
@@ -119,8 +120,9 @@ struct HopperBackwardShared {
   __device__ static HopperBackwardShared& at(unsigned char* bytes) {
     return *reinterpret_cast<HopperBackwardShared*>(bytes);
   }
-  /// By one thread, before a barrier of the block. Where lanes read or write what lanes of other
-  /// warps then write or read, all of them arrive: compute-sanitizer's racecheck does not see that
+  /// Called by one thread, before a barrier of the block. Where lanes read or write what lanes of
+  /// other warps then write or read, all of them arrive: compute-sanitizer's racecheck does not see
+  /// that
   /// __syncwarp orders them before one lane's arrival. One of a warp arrives where wgmma or the
   /// copy engine is on the other side: d_o_free, ds_full (dS is written by lanes and read by
   /// wgmma), and queries_free up to 128, where all lanes' arrivals for the stats that they have
@@ -130,7 +132,7 @@ struct HopperBackwardShared {
     exchange.init_barriers();
     hopper::fence_barrier_init();
   }
-  /// Before init_barriers() is called again.
+  /// Called before init_barriers() is called again.
   __device__ void invalidate_barriers() {
     static_assert(!Shape::kHasRoles);
     for_each_barrier([](uint64_t* barrier, int) { hopper::invalidate_barrier(barrier); });

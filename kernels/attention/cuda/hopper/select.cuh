@@ -12,9 +12,6 @@
 
 namespace tidegate::kernels::attention {
 
-/// The tile of a plan that stands for the Hopper kernel.
-constexpr int kHopperTile = 2;
-
 /// What a block may use on Hopper. Tests that set shared_bytes_limit below it get the portable
 /// kernels.
 constexpr int kHopperSharedBytes = 227 * 1024;
@@ -33,13 +30,20 @@ struct HopperBackwardTile {
     return dq_by_rows() ? 64 : dim <= 128 ? 128 : dim;
   }
 };
-/// Calls f.template operator()<kTile>() with that of a head dimension up to 192.
+/// The table: calls f.template operator()<kTile>() with the tile of a head dimension up to 192.
 template <class F>
 cudaError_t with_hopper_backward_tile(int64_t dim, const F& f) {
-  return dim <= 64    ? f.template operator()<HopperBackwardTile{64, 128, 128}>()
-         : dim <= 96  ? f.template operator()<HopperBackwardTile{96, 64, 128}>()
-         : dim <= 128 ? f.template operator()<HopperBackwardTile{128, 64, 128}>()
-                      : f.template operator()<HopperBackwardTile{192, 64, 64}>();
+  // A row is {dim, queries, keys}. Tiles of 128 queries, whose scores are taken 64 at a time, wait
+  // at half as many barriers.
+  constexpr HopperBackwardTile kD64 = {64, 128, 128};
+  // In two stages, so many queries and their dO would not fit in shared memory with the keys.
+  constexpr HopperBackwardTile kD96 = {96, 64, 128}, kD128 = {128, 64, 128};
+  // 64 keys fill shared memory (216 KB), and their dk and dv the registers of two warpgroups.
+  constexpr HopperBackwardTile kD192 = {192, 64, 64};
+  return dim <= 64    ? f.template operator()<kD64>()
+         : dim <= 96  ? f.template operator()<kD96>()
+         : dim <= 128 ? f.template operator()<kD128>()
+                      : f.template operator()<kD192>();
 }
 
 /// Whether a backward pass on Hopper has a kernel of its own for short-range heads
@@ -50,7 +54,7 @@ inline bool hopper_takes_short_range(const ForgettingAttentionParams& p) {
 
 template <class Data>
 struct HopperBackwardUnit {
-  /// As AttentionBackwardUnit::launch, for heads of all ranges.
+  /// Does what AttentionBackwardUnit::launch does, for heads of all ranges.
   static cudaError_t launch(const TensorAttention& work, const GateGradientChunks& gates,
                             const DeviceLimits& limits, cudaStream_t stream);
 };

@@ -111,8 +111,8 @@ struct HopperShortRangeMath {
   }
   __device__ __forceinline__ bool is_edge() const { return is_diagonal() || at.is_far_edge(step); }
 
-  /// As HopperKeyGradients::compute_exponents of the diagonal's tile without a window, in a third
-  /// of the instructions: here every second pair of tiles is one.
+  /// HopperKeyGradients::compute_exponents for the diagonal's tile without a window, in a third of
+  /// the instructions: here every second pair of tiles is a diagonal.
   __device__ __forceinline__ void compute_diagonal_exponents(
       const HopperShortRangeStats<Shape>& stats) {
     const int least = math.key() - math.lane % 4 * 2;

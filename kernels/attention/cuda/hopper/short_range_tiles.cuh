@@ -70,7 +70,7 @@ struct HopperShortRangeShared {
   uint64_t ds_full[2];
   uint64_t row_sums_full[2];
 
-  /// By all threads, before a barrier of the block.
+  /// Called by all threads, before a barrier of the block.
   __device__ void init(const TensorAttention& w, const TileAndHead& place, int thread) {
     if (thread < Shape::kRows) {
       zeros[thread] = 0;

@@ -36,10 +36,9 @@ constexpr int power_of_two(int count) {
 template <class Tile>
 class FmaMatrix;
 
-/// Lanes that share a row, columns of a lane, rows of a group of lanes in registers and in shared
-/// memory, vectors, and blocks that share the matrix.
-
-template <int kLanes_, int kColumnsALane, int kRegisterRows, int kSharedRows_, int kVectors_,
+/// A tile says how many lanes share a row, how many columns a lane has, how many rows a group of
+/// lanes has in registers and in shared memory, and how many vectors and blocks share the matrix.
+template <int kLanes_, int kColumnsPerLane, int kRegisterRows, int kSharedRows_, int kVectors_,
           int kCluster_>
 struct FmaTile {
   using Matrix = FmaMatrix<FmaTile>;
@@ -47,14 +46,14 @@ struct FmaTile {
   static constexpr bool kNeedsClusters = kCluster_ > 1;
   static constexpr int kLanes = kLanes_;
   static constexpr bool kLoadsAhead = true;  // a step is about as long as a load
-  static constexpr int kChunks = kColumnsALane / 4;
+  static constexpr int kChunks = kColumnsPerLane / 4;
   static constexpr int kInRegisters = kRegisterRows;
   static constexpr int kInShared = kSharedRows_;
   static constexpr int kOut = kRegisterRows + kSharedRows_;
   static constexpr int kVectors = kVectors_;
   static constexpr int kCluster = kCluster_;
   static constexpr int kOutputs = kFmaThreads / kLanes * kOut;  // of a block
-  static constexpr int kInputs = kLanes * kColumnsALane;
+  static constexpr int kInputs = kLanes * kColumnsPerLane;
   // Sums of a group of lanes, as if there were a power of two of vectors.
   static constexpr int kValues = power_of_two(kVectors) * kOut;
   static constexpr int kOwn = kValues > kLanes ? kValues / kLanes : 1;

@@ -6,8 +6,8 @@
 //
 // Precision: that of float. A float, scaled by a power of two, is the sum of two f16 numbers, each
 // rounded, to 2^-24 of it; below 2^-16 of the largest number of its row (of the matrix) or group
-// (of a vector: 32 channels) this becomes 2^-38 of that largest number. Of the four products of two
-// such sums, the one of the two rests is left out: it is below 2^-24 of the whole. Products are
+// (of a vector: 32 channels) this becomes 2^-38 of that largest number. One of the four products of
+// two such sums, that of the two rests, is left out: it is below 2^-24 of the whole. Products are
 // exact, and their sums are floats. A matrix of 16-bit numbers is one f16 number an element, not
 // two.
 //
@@ -32,8 +32,8 @@ namespace tidegate::kernels::rnn {
 template <class Tile>
 class MmaMatrix;
 
-/// Vectors, f16 numbers that an element of the matrix is the sum of, warps that share columns, and
-/// how blocks exchange the vectors.
+/// A tile says how many vectors there are, of how many f16 numbers an element of the matrix is the
+/// sum, how many warps share columns, and how blocks exchange the vectors.
 template <int kVectors, int kTerms_, int kSplit, template <class> class ExchangeOf>
 struct MmaTile : MmaShape<kVectors, kSplit> {
   using Shape = MmaShape<kVectors, kSplit>;
@@ -122,7 +122,7 @@ class MmaMatrix {
   /// Whether this thread, and its warp, owns elements: the others only multiply.
   __device__ bool owns() const { return vector_of(0) < Tile::kVectors; }
 
-  /// See FmaMatrix.
+  /// Does what FmaMatrix::multiply does.
   template <class Meanwhile>
   __device__ void multiply(const float (&values)[1], float (&products)[1], Meanwhile meanwhile) {
     if (owns()) {
@@ -215,7 +215,7 @@ class MmaMatrix {
     exchange_.send(step_, __byte_perm(first, second, 0x5410), scale.inverse);
   }
 
-  /// Where a part's sum for a vector and a row lies. Of 32 rows, r, r + 8, r + 16 and r + 24 lie
+  /// Where a part's sum for a vector and a row lies. Rows r, r + 8, r + 16 and r + 24 of 32 lie
   /// side by side: a lane has them.
   __device__ float* sum_at(int part, int vector, int row) const {
     return sums_ + step_ % 2 * Tile::kSums + (part * Tile::kVectors + vector) * Tile::kSumRow +

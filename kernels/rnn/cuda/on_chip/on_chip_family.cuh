@@ -43,7 +43,7 @@ struct OnChipVectors<OnChipUse<512, kIs16Bit, kExchangesInMemory>> {
   static constexpr std::array kChoices = {2, 4, 5, 8};  // at most 8: each is a column of an mma
 };
 
-// By FFMA: as many lanes a row as leave each thread at most 128 weights in registers.
+// Tiles for FFMA: a row has as many lanes as leave each thread at most 128 weights in registers.
 //
 //                            lanes  columns  rows in    rows in         blocks
 //                            a row  a lane   registers  shared memory
@@ -65,7 +65,7 @@ struct OnChipTile<OnChipUse<1024, false, false>, kVectors> {
   using Tile = FmaTile<32, 32, 4, 4, kVectors, 16>;
 };
 
-// By tensor cores, eight blocks.
+// Tiles for tensor cores, of eight blocks.
 //
 //                            f16 numbers of an element, warps that share columns
 
@@ -209,17 +209,17 @@ cudaError_t OnChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::plan(const Gated
   plan->on_chip = true;
   plan->exchanges_in_memory = kExchangesInMemory;
   int64_t best = 0;
-  for (const int rows : OnChipVectors<Use>::kChoices) {
-    const int64_t at_once = int64_t{groups} * rows;
+  for (const int vectors : OnChipVectors<Use>::kChoices) {
+    const int64_t at_once = int64_t{groups} * vectors;
     const int64_t waves = (params.layout.sequences + at_once - 1) / at_once;
-    const int64_t cost = waves * (kStepAlone + rows);
+    const int64_t cost = waves * (kStepAlone + vectors);
     if (best == 0 || cost < best) {
       best = cost;
-      plan->rows = rows;
+      plan->vectors = vectors;
     }
   }
   if constexpr (kExchangesInMemory) {
-    return with_on_chip_tile<Use>(plan->rows, [&]<class Tile>() {
+    return with_on_chip_tile<Use>(plan->vectors, [&]<class Tile>() {
       plan->workspace_bytes = Tile::Exchange::Workspace::bytes(groups);
       return cudaSuccess;
     });
@@ -231,7 +231,7 @@ template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
 cudaError_t OnChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::forward(
     const GatedRnnParams& params, cudaStream_t stream) {
   using Use = OnChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
-  return with_on_chip_tile<Use>(params.plan.rows, [&]<class Tile>() {
+  return with_on_chip_tile<Use>(params.plan.vectors, [&]<class Tile>() {
     return launch_on_chip<Tile>(&gated_rnn_on_chip_forward<Tile>, params, stream);
   });
 }
@@ -240,7 +240,7 @@ template <int kWidth, bool kIs16Bit, bool kExchangesInMemory>
 cudaError_t OnChipFamily<kWidth, kIs16Bit, kExchangesInMemory>::backward(
     const GatedRnnBackwardParams& params, cudaStream_t stream) {
   using Use = OnChipUse<kWidth, kIs16Bit, kExchangesInMemory>;
-  return with_on_chip_tile<Use>(params.forward.plan.rows, [&]<class Tile>() {
+  return with_on_chip_tile<Use>(params.forward.plan.vectors, [&]<class Tile>() {
     return launch_on_chip<Tile>(&gated_rnn_on_chip_backward<Tile>, params, stream);
   });
 }

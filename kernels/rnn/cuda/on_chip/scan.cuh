@@ -198,7 +198,7 @@ struct ForwardElement {
       prefetch_line(z.at(t)), prefetch_line(x.at(t));
     }
   }
-  /// From the state before token t to the one after it; keeps the logit of its gate.
+  /// Takes the state past token t, and keeps the logit of its gate.
   __device__ __forceinline__ void update_state(const ScanCall& call, int t, float product,
                                                float& state) {
     const float found = call.gate_type.value(now.z) + product;
