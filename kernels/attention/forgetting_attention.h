@@ -115,7 +115,7 @@ struct ForgettingAttentionStepParams {
   double prune = 0;                  // bound on the weight that a row may drop; 0: none is dropped
   HeadSeries key_norms = {};  // [B, 1, Hkv, 1], any strides, state type: at least the length of
                               // each head's longest key; read where prune is above 0
-  HeadSeries o = {};  // [B, 1, Hq, D] in q.dtype, written
+  HeadSeries o = {};          // [B, 1, Hq, D] in q.dtype, written
   AttentionPath path = AttentionPath::kAuto;
   ForgettingAttentionPlan plan = {};
   void* workspace = nullptr;
