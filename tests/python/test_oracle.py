@@ -10,6 +10,7 @@ from support import error_rule, gla_chunks, gla_oracle, scan_oracle, wkv4_oracle
 from support.cases import make_inputs, options
 from support.gla_cases import GlaCase
 from support.scan_cases import ScanCase
+from support.wkv4_cases import Wkv4Case
 
 CASES = [
     ScanCase("linear_scan", time=7, dtype=torch.float64),
@@ -196,6 +197,34 @@ def test_wkv4_s_sequence_equals_its_steps(ways: tuple[bool, ...]) -> None:
         outputs.append(o)
     for left, right in zip(found, (torch.stack(outputs, 1), *state), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
+
+
+def test_wkv4_s_sizes_of_roundings() -> None:
+    """Against differences: every sum of every token a little off, one after the other."""
+    inputs = Wkv4Case(time=4, channels=2, dtype=torch.float64).make_inputs()
+    k, v, state = inputs["k"], inputs["v"], inputs["state"]
+
+    def gradients(off: torch.Tensor) -> torch.Tensor:
+        w, u = (inputs[name].clone().requires_grad_() for name in ("w", "u"))
+        y, z = state[:, 0] * state[:, 2].exp(), state[:, 1] * state[:, 2].exp()
+        loss = torch.zeros((), dtype=torch.float64)
+        for t in range(k.shape[1]):
+            o, y, z = wkv4_oracle.plain_step(w, u, k[:, t], v[:, t], y, z)
+            y, z = y * (1 + off[0, :, t]), z * (1 + off[1, :, t])
+            loss = loss + (inputs["do"][:, t] * o).sum()
+        loss = loss + (inputs["dfinal"] * torch.stack([y / z, torch.log(z)], 1)).sum()
+        return torch.stack(torch.autograd.grad(loss, (w, u)))
+
+    squares = torch.zeros(2, k.shape[2], dtype=torch.float64)
+    for index in range(2 * k.numel()):
+        off = torch.zeros(2 * k.numel(), dtype=torch.float64)
+        off[index] = 1e-5
+        off = off.view(2, *k.shape)
+        squares += ((gradients(off) - gradients(-off)) / 2e-5).square()
+    found = wkv4_oracle.sizes_of_roundings(inputs)
+    torch.testing.assert_close(
+        torch.stack([found["|dw|"], found["|du|"]]), squares.sqrt(), rtol=1e-6, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("case", CASES[:16], ids=str)
