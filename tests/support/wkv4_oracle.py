@@ -29,6 +29,19 @@ def mean_and_log(state: Tensor) -> Tensor:
     return torch.stack([y / z, m.detach() + torch.log(z)], 1)
 
 
+class _ScaleGradient(torch.autograd.Function):
+    """x itself, whose gradient is multiplied by `factor`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
 def plain_step(w, u, k, v, y, z):
     """One token of the equations: o_t, y_t, z_t."""
     weight, bonus = torch.exp(k), torch.exp(u + k)
@@ -49,15 +62,15 @@ def _plain_sequence(w, u, k, v, y, z, roundings=None):
 
 def _sums(decay, weight, v, y, z, roundings=None):
     """[B, T, D] of y and of z before every token, then both after the last. decay: [B, T, D], or
-    [2, B, T, D], a decay for each of the two. roundings: [2, B, T, D], what every y and z after a
-    token is off by, relative to itself."""
+    [2, B, T, D], a decay for each of the two. roundings: [2, 2, B, T, D], what every y and z after
+    a token is off by, relative to itself, and then what flows back into them."""
     entering = torch.stack([weight * v, weight]).unbind(2)
-    off = (None,) * len(entering) if roundings is None else (1 + roundings).unbind(2)
+    off = (None,) * len(entering) if roundings is None else (1 + roundings).unbind(3)
     sums, before = torch.stack([y, z]), []
     for decay_t, entering_t, off_t in zip(decay.unbind(-2), entering, off, strict=True):
         before.append(sums)
         sums = decay_t * sums + entering_t
-        sums = sums if off_t is None else sums * off_t
+        sums = sums if off_t is None else _ScaleGradient.apply(sums * off_t[0], off_t[1])
     return (*(torch.stack(before, 2) if before else v.new_zeros(2, *v.shape)), *sums)
 
 
@@ -152,17 +165,18 @@ def reference(
 
 
 def sizes_of_roundings(inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """|dw| and |du| [D]: by how much roundings of the sums y and z move these gradients.
+    """|dw| and |du| [D]: by how much roundings of sums over tokens move these gradients.
 
-    A sum that is off by a share e of itself moves dw by e ddw/de, through all tokens after it. This
-    is the root of the sum of the squares of ddw/de over all sums, so that roundings of u each, as
-    often up as down, move dw by about u times this. Where a channel decays slowly it is far more
-    than the size of dw's terms, as one rounding is in thousands of them.
+    A y or z that is off by a share e of itself moves dw by e ddw/de, through all tokens after it,
+    and so does what flows back into it, through all tokens before. This is the root of the sum of
+    the squares of ddw/de over all such sums: roundings of u each, as often up as down, move dw by
+    some u times this. Where a channel decays slowly it is far more than the size of dw's terms, as
+    one rounding is in thousands of them.
     """
     names = [n for n in ("w", "u", "k", "v", "state") if inputs[n] is not None]
     given = {"state": None} | {n: inputs[n].detach().double().contiguous() for n in names}
     leaves = [given[n].requires_grad_() for n in ("w", "u")]
-    roundings = given["k"].new_zeros(2, *given["k"].shape).requires_grad_()
+    roundings = given["k"].new_zeros(2, 2, *given["k"].shape).requires_grad_()
     o, final = forward(**given, cu_seqlens=inputs["cu_seqlens"], exact=True, roundings=roundings)
     results = {"do": o, "dfinal": mean_and_log(final)}
     losses = [(r * inputs[g].double()).sum() for g, r in results.items() if g in inputs]
@@ -170,5 +184,5 @@ def sizes_of_roundings(inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
     sizes = {}
     for name, grad in zip(("|dw|", "|du|"), found, strict=True):
         moved = torch.autograd.grad(grad.sum(), roundings, retain_graph=True)[0]
-        sizes[name] = torch.linalg.vector_norm(moved, dim=(0, 1, 2))
+        sizes[name] = torch.linalg.vector_norm(moved, dim=(0, 1, 2, 3))
     return sizes
