@@ -141,6 +141,17 @@ TEST_P(Wkv4Cuda, LongSequencesOfSixteenBits) {
   }
 }
 
+TEST_P(Wkv4Cuda, LongSequencesOfThirtyTwoBits) {
+  for (Keys keys : {Keys::kNormal, Keys::kHigh, Keys::kOutliersFirst}) {
+    Wkv4Shape shape;
+    shape.batch = 1;
+    shape.time = 4097;
+    shape.channels = 37;
+    shape.keys = keys;
+    check(shape, GetParam());
+  }
+}
+
 TEST_P(Wkv4Cuda, MoreSequencesThanMultiprocessors) {
   Wkv4Shape shape;
   shape.dtype = DType::kBFloat16;

@@ -10,6 +10,7 @@ from support import error_rule, gla_chunks, gla_oracle, scan_oracle, wkv4_oracle
 from support.cases import make_inputs, options
 from support.gla_cases import GlaCase
 from support.scan_cases import ScanCase
+from support.wkv4_cases import Wkv4Case
 
 CASES = [
     ScanCase("linear_scan", time=7, dtype=torch.float64),
@@ -196,6 +197,45 @@ def test_wkv4_s_sequence_equals_its_steps(ways: tuple[bool, ...]) -> None:
         outputs.append(o)
     for left, right in zip(found, (torch.stack(outputs, 1), *state), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
+
+
+def test_wkv4_s_sizes_of_roundings() -> None:
+    """Against differences: every sum of every token a little off, one after the other, and what
+    flows back by the equations as the kernels have them."""
+    inputs = Wkv4Case(time=4, channels=2, dtype=torch.float64).make_inputs()
+    w, u, k, v, state = (inputs[name] for name in ("w", "u", "k", "v", "state"))
+    time = k.shape[1]
+
+    def gradients(off: torch.Tensor) -> torch.Tensor:
+        y, z = state[:, 0] * state[:, 2].exp(), state[:, 1] * state[:, 2].exp()
+        entering = []
+        for t in range(time):
+            entering.append((y, z, wkv4_oracle.plain_step(w, u, k[:, t], v[:, t], y, z)))
+            y, z = (x * (1 + off[0, i, :, t]) for i, x in enumerate(entering[-1][2][1:]))
+        mean, log = inputs["dfinal"].unbind(1)
+        into_y, into_z = mean / z, (log - mean * y / z) / z
+        dw = du = torch.zeros_like(y)
+        for t in reversed(range(time)):
+            y, z, (o, *_) = entering[t]
+            into_y = into_y * (1 + off[1, 0, :, t]) * (1 + off[0, 0, :, t])
+            into_z = into_z * (1 + off[1, 1, :, t]) * (1 + off[0, 1, :, t])
+            bonus, decay = torch.exp(u + k[:, t]), torch.exp(-w)
+            by_o = inputs["do"][:, t] / (z + bonus)
+            dw = dw - decay * (into_y * y + into_z * z)
+            du = du + by_o * bonus * (v[:, t] - o)
+            into_y, into_z = decay * into_y + by_o, decay * into_z - by_o * o
+        return torch.stack([dw.sum(0), du.sum(0)])
+
+    squares = torch.zeros(2, k.shape[2], dtype=torch.float64)
+    for index in range(4 * k.numel()):
+        off = torch.zeros(4 * k.numel(), dtype=torch.float64)
+        off[index] = 1e-5
+        off = off.view(2, 2, *k.shape)
+        squares += ((gradients(off) - gradients(-off)) / 2e-5).square()
+    found = wkv4_oracle.sizes_of_roundings(inputs)
+    torch.testing.assert_close(
+        torch.stack([found["|dw|"], found["|du|"]]), squares.sqrt(), rtol=1e-6, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("case", CASES[:16], ids=str)

@@ -29,6 +29,19 @@ def mean_and_log(state: Tensor) -> Tensor:
     return torch.stack([y / z, m.detach() + torch.log(z)], 1)
 
 
+class _ScaleGradient(torch.autograd.Function):
+    """x itself, whose gradient is multiplied by `factor`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
 def plain_step(w, u, k, v, y, z):
     """One token of the equations: o_t, y_t, z_t."""
     weight, bonus = torch.exp(k), torch.exp(u + k)
@@ -36,25 +49,28 @@ def plain_step(w, u, k, v, y, z):
     return o, torch.exp(-w) * y + weight * v, torch.exp(-w) * z + weight
 
 
-def _plain_sequence(w, u, k, v, y, z):
+def _plain_sequence(w, u, k, v, y, z, roundings=None):
     """o [B, T, D] and the last y, z, of `plain_step` over w, u, k, v [B, T, D].
 
     It makes the same operations on the same numbers. Only y and z need the tokens before them, so
     all else is done for all tokens at once (test_oracle.py holds one against the other).
     """
     weight, bonus, decay = torch.exp(k), torch.exp(u + k), torch.exp(-w)
-    ys, zs, *last = _sums(decay, weight, v, y, z)
+    ys, zs, *last = _sums(decay, weight, v, y, z, roundings)
     return (ys + bonus * v) / (zs + bonus), *last
 
 
-def _sums(decay, weight, v, y, z):
+def _sums(decay, weight, v, y, z, roundings=None):
     """[B, T, D] of y and of z before every token, then both after the last. decay: [B, T, D], or
-    [2, B, T, D], a decay for each of the two."""
+    [2, B, T, D], a decay for each of the two. roundings: [2, 2, B, T, D], what every y and z after
+    a token is off by, relative to itself, and then what flows back into them."""
     entering = torch.stack([weight * v, weight]).unbind(2)
+    off = (None,) * len(entering) if roundings is None else (1 + roundings).unbind(3)
     sums, before = torch.stack([y, z]), []
-    for decay_t, entering_t in zip(decay.unbind(-2), entering, strict=True):
+    for decay_t, entering_t, off_t in zip(decay.unbind(-2), entering, off, strict=True):
         before.append(sums)
         sums = decay_t * sums + entering_t
+        sums = sums if off_t is None else _ScaleGradient.apply(sums * off_t[0], off_t[1])
     return (*(torch.stack(before, 2) if before else v.new_zeros(2, *v.shape)), *sums)
 
 
@@ -86,10 +102,10 @@ def _stable_sequence(w, u, k, v, y, z, m, fused):
 
 def forward(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None,
-    *, exact: bool, fused: bool = False,
+    *, exact: bool, fused: bool = False, roundings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, final state), in the precision of the tensors; w and u [B, T, D] or [D]; exact: w also
-    [2, B, T, D], one for y and one for z."""
+    [2, B, T, D], one for y and one for z, and the `roundings` of `_sums`."""
     batch, time, width = k.shape
     rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
     outputs, finals = [], []
@@ -103,7 +119,8 @@ def forward(
             m = m.detach()  # a constant
         if exact:
             y, z, m = y * torch.exp(m), z * torch.exp(m), torch.zeros_like(m)
-            o, y, z = _plain_sequence(*tokens, y, z)
+            off = None if roundings is None else roundings[..., at, :]
+            o, y, z = _plain_sequence(*tokens, y, z, off)
         else:
             m = torch.full_like(m, -1e30) if state is None else m
             o, y, z, m = _stable_sequence(*tokens, y, z, m, fused)
@@ -145,3 +162,27 @@ def reference(
             grad = grad.sum(terms)
         out[f"d{name}"] = grad if exact else grad.to(given[name].dtype)
     return {n: t.detach() for n, t in out.items()}
+
+
+def sizes_of_roundings(inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """|dw| and |du| [D]: by how much roundings of sums over tokens move these gradients.
+
+    A y or z that is off by a share e of itself moves dw by e ddw/de, through all tokens after it,
+    and so does what flows back into it, through all tokens before. This is the root of the sum of
+    the squares of ddw/de over all such sums: roundings of u each, as often up as down, move dw by
+    some u times this. Where a channel decays slowly it is far more than the size of dw's terms, as
+    one rounding is in thousands of them.
+    """
+    names = [n for n in ("w", "u", "k", "v", "state") if inputs[n] is not None]
+    given = {"state": None} | {n: inputs[n].detach().double().contiguous() for n in names}
+    leaves = [given[n].requires_grad_() for n in ("w", "u")]
+    roundings = given["k"].new_zeros(2, 2, *given["k"].shape).requires_grad_()
+    o, final = forward(**given, cu_seqlens=inputs["cu_seqlens"], exact=True, roundings=roundings)
+    results = {"do": o, "dfinal": mean_and_log(final)}
+    losses = [(r * inputs[g].double()).sum() for g, r in results.items() if g in inputs]
+    found = torch.autograd.grad(sum(losses), leaves, create_graph=True)
+    sizes = {}
+    for name, grad in zip(("|dw|", "|du|"), found, strict=True):
+        moved = torch.autograd.grad(grad.sum(), roundings, retain_graph=True)[0]
+        sizes[name] = torch.linalg.vector_norm(moved, dim=(0, 1, 2, 3))
+    return sizes

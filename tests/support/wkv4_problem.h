@@ -18,7 +18,7 @@
 
 namespace tidegate::testing {
 
-enum class Keys { kNormal, kWide, kFalling, kHigh, kTurning };
+enum class Keys { kNormal, kWide, kFalling, kHigh, kTurning, kOutliersFirst };
 
 struct Wkv4Shape {
   DType dtype = DType::kFloat32;
@@ -257,6 +257,9 @@ class Wkv4Problem {
         return 80 - noise;
       case Keys::kTurning:
         return (token / 300 % 2 == 0 ? 79 : -79) + noise;
+      case Keys::kOutliersFirst:
+        if (token % shape_.time < 2) return 60 + noise;
+        break;
       case Keys::kNormal:
         break;
     }

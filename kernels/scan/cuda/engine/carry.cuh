@@ -241,7 +241,10 @@ struct CarryChain {
     }
   }
   __device__ void send(const Number (&s)[Op::kVec]) const {
-    const int next = at.warp + 1 == at.warps ? 0 : at.warp + 1;
+    int next = at.warp + 1 == at.warps ? 0 : at.warp + 1;
+    if constexpr (Op::kFindsNextWarpLate) {
+      asm volatile("" : "+r"(next));  // or its addresses are kept, and one of them is spilled
+    }
     shared.carry[next].store(at.lane, s);
     mbarrier_arrive(&shared.carry_ready[next]);
   }

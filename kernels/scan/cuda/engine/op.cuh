@@ -105,6 +105,10 @@ struct OpDefaults {
   /// Whether a chunk's inputs are taken from the ring more than twice: rows that begin anywhere are
   /// then shifted into their places first (Ring::put_in_place).
   static constexpr bool kTakesOften = false;
+  /// Whether a single-block scan finds where the next warp's carry lies when it sends one, and does
+  /// not keep it. Where registers are short, a spilled address is read back on the way of the
+  /// state: a fifth of a scan's time, where two instructions take a hundredth.
+  static constexpr bool kFindsNextWarpLate = false;
   /// Whether WarpChunk<Op> is Op::Chunk.
   static constexpr bool kHasOwnChunk = false;
   /// Outputs of a step that leave by way of the ring.

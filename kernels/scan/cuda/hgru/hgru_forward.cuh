@@ -166,6 +166,8 @@ struct HgruForward
   using Params = HgruParams;
   static constexpr Pipelining kPipelining =
       kRegime == Regime::kMultiBlock && !kComplex ? Pipelining::kStagingBuffer : Pipelining::kNone;
+  static constexpr bool kFindsNextWarpLate =
+      kIsUnaligned<Data> && kRegime == Regime::kOneBlockPerSm && !kComplex;
   static constexpr bool kEmitWhileAdvancing = kComplex;
 
   struct Raw {

@@ -26,6 +26,8 @@ struct LinearScanForward : OpDefaults,
   static constexpr bool kCarryByMap = false;
   static constexpr bool kEqualDecays = false;
   static constexpr bool kEmitWhileAdvancing = false;
+  static constexpr bool kFindsNextWarpLate =
+      kIsUnaligned<Data> && kRegime == Regime::kOneBlockPerSm;
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
 
   struct Raw {

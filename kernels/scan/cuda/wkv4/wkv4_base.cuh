@@ -21,6 +21,14 @@ __device__ inline float binary_above(float x, float exponent) {
   return fused(x, kLog2E, -exponent);
 }
 
+__device__ inline float median_of_three(float a, float b, float c) {
+  return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+}
+/// Of four, neither the smallest nor the largest is the median of all five.
+__device__ inline float median_of_five(float a, float b, float c, float d, float e) {
+  return median_of_three(fmaxf(fminf(a, b), fminf(c, d)), fminf(fmaxf(a, b), fmaxf(c, d)), e);
+}
+
 /// The smallest and the largest of some keys, a channel each.
 template <class Data, int kVec>
 struct KeyRange {
@@ -174,20 +182,37 @@ struct Wkv4Base : OpDefaults {
       const BinaryLog rate(w[c]);
       w_whole[c] = rate.whole, w_rest[c] = rate.rest;
     }
-    if constexpr (kSharedExponent) {
+    if constexpr (kSharedExponent && kBackwards) {
       find_shared_exponent();
     }
   }
 
-  /// Zero, or the first key of a channel that begins far from there.
+  /// Forward, the first keys are among the first chunks, and are read while these come. (Backward
+  /// they are the last rows: asked for behind all chunks, they would come late.)
+  __device__ void prepare() {
+    if constexpr (kSharedExponent && !kBackwards) {
+      find_shared_exponent();
+    }
+  }
+
+  /// Zero, or the median of a channel's first keys where that is far from zero. (The very first key
+  /// alone is now and then an outlier; all other chunks, within no range of it, would then take the
+  /// slow path to the end of the sequence.)
   __device__ void find_shared_exponent() {
-    Pack<Data, kVec> first = {};
+    constexpr int kKeys = 5;
+    Pack<Data, kVec> first[kKeys] = {};
     if (seq.length > 0) {
-      first = k.load(kBackwards ? seq.length - 1 : 0);
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        const int token = min(i, seq.length - 1);
+        first[i] = k.load(kBackwards ? seq.length - 1 - token : token);
+      }
     }
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      const Real exponent = rintf(binary(first.get(c)));
+      const Real key = median_of_five(first[0].get(c), first[1].get(c), first[2].get(c),
+                                      first[3].get(c), first[4].get(c));
+      const Real exponent = rintf(binary(key));
       const bool is_far =
           fabsf(exponent) > kSharedExponentRange * Real(0.5) && fabsf(exponent) < Real(1e6);
       shared_exponent[c] = is_far ? exponent : Real(0);
