@@ -55,7 +55,7 @@ class Decoder:
     states of all `slots` sequences are in memory from the start. Not for several threads at a time.
 
     Args:
-        model: of tidegate's own modules, without hooks and adapters. The decoder uses its
+        model: as its configuration builds it, without hooks and adapters. The decoder uses its
             parameters where they are: make a new one after model.to() or load().
         slots: sequences at a time.
         capacity: tokens of a sequence, prompt included, that layers which keep them have room for
@@ -86,8 +86,8 @@ class Decoder:
         engine = engine_of(model) if isinstance(model, CausalLM) else None
         if engine is None:
             raise ValueError(
-                "Decoder: model: expected a CausalLM of tidegate's own modules, without hooks and "
-                f"adapters, on the CPU or a GPU; got a {type(model).__name__} that is not"
+                "Decoder: model: expected a CausalLM as its configuration builds it, without hooks "
+                f"and adapters, on the CPU or a GPU; got a {type(model).__name__} that is not"
             )
         self.model = model
         self.slots = slots
