@@ -361,6 +361,8 @@ def test_set_refuses_what_a_field_or_option_does_not_take(capsys, text, tmp_path
         (["norm_eps=NaN"], "norm_eps: expected a number; got 'NaN'"),
         (["layers=1000000000"], "layers: expected at most 100000; got 1000000000"),
         (["mixer_options=3", "mixer_options.window=4"], "expected mixer_options to be an object"),
+        (["mixer_options=3"], "train: mixer_options: expected an object of options, got 3"),
+        (["mixer_options=null"], "train: mixer_options: expected an object of options, got None"),
     ):
         words = [f"--set={word}" for word in given]
         line = fails(
