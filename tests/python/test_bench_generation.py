@@ -5,8 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 
+import pytest
+
 from tidegate import bench_generation
 from tidegate._library import build_info
+from tidegate.training import UserError
 
 
 def test_the_record_names_date_commit_and_machine(tmp_path, capsys):
@@ -26,3 +29,27 @@ def test_the_record_names_date_commit_and_machine(tmp_path, capsys):
         "commit": record["commit"],
         "rows": record["rows"],
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--batches 1 0", "--batches: expected 1 or more, got 0"),
+        ("--prompt 0", "--prompt: expected 1 or more, got 0"),
+        ("--new -3", "--new: expected 1 or more, got -3"),
+        ("--repeats 0", "--repeats: expected 1 or more, got 0"),
+        ("--device tpu", "device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        ("--models hgrn-vit-tiny", "hgrn-vit-tiny is an image model"),
+        ("--json nowhere/x.json", "--json: nowhere/x.json: its folder does not exist"),
+        ("--plot nowhere/x.png", "--plot: nowhere/x.png: its folder does not exist"),
+        ("--before x.json", "--before: expected with --json only"),
+        ("--json y.json --before x.json", "--before: x.json: expected the JSON that --json wrote"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused_before_it_does(flags, message, tmp_path, monkeypatch):
+    """--batches 0 was printed as 256,000,000,000 tokens/s."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text("[]")
+    monkeypatch.setattr(bench_generation, "copy_speed", lambda device: pytest.fail("measured"))
+    with pytest.raises(UserError, match=message):
+        bench_generation.main(flags.split())

@@ -15,7 +15,7 @@ from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_o
 from .block import Model, Output, embedding_std, refuse_sharded
 from .config import LMConfig
 from .generating import continued
-from .sampling import SamplingOptions
+from .sampling import SamplingOptions, whole
 
 
 class CausalLM(Model):
@@ -216,18 +216,13 @@ class CausalLM(Model):
         (docs/generation.md).
         """
         check_ids("CausalLM.generate", ids, self.config.vocab_size)
-        check_positive_or_zero("max_new_tokens", max_new_tokens)
+        max_new_tokens = whole("CausalLM.generate", "max_new_tokens", max_new_tokens, 0)
+        eos = None if eos is None else whole("CausalLM.generate", "eos", eos)
         refuse_sharded("CausalLM.generate", self.named_parameters(), "load it whole to generate")
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         options.check("CausalLM.generate")
         new = continued(self, ids, lengths, max_new_tokens, options, eos)
         return append(ids, lengths, new, 0 if eos is None else eos)
-
-
-def check_positive_or_zero(name: str, value: int) -> None:
-    """Raises ValueError unless `value` is an integer >= 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"CausalLM.generate: {name}: expected an integer >= 0; got {value!r}")
 
 
 def _loss_of_logits(
