@@ -1,13 +1,15 @@
-"""Models that were edited after they were built, and what the engine cannot take as a number."""
+"""Models edited after they were built, prefixes of other models, and what is no number."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.generating_models import VOCAB, make, prompts
 from torch import nn
 
-from tidegate.models import Decoder
+from tidegate.models import CausalLM, Decoder
 from tidegate.models.engine import engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,3 +102,32 @@ def test_text_is_no_list_of_stop_strings():
     with pytest.raises(ValueError, match="stop_strings: expected strings that are not empty"):
         decoder.add([1], stop_strings=[3])
     assert decoder.taken == 0
+
+
+def test_a_prefix_of_another_configuration_is_refused(tmp_path):
+    """Its tensors may have the very shapes that this model's state has."""
+    path = tmp_path / "prefix"
+
+    def saved(name: str) -> Decoder:
+        decoder = Decoder(make(name), 1)
+        decoder.save(decoder.add([1, 2, 3]), path)
+        return decoder
+
+    for name, other, field in (
+        ("lru", "hgrn", "mixer = 'hgrn'; got one with 'lru'"),
+        ("gla-normal", "gla", "mixer_options = {.*}; got one with {.*}"),
+    ):
+        saved(name)
+        decoder = Decoder(make(other), 1)
+        with pytest.raises(ValueError, match=f"expected the prefix of a model with {field}"):
+            decoder.load(path)
+        assert decoder.taken == 0
+    decoder = saved("fox")
+    fewer = CausalLM(dataclasses.replace(decoder.model.config, layers=1)).double()
+    with pytest.raises(ValueError, match="a model with layers = 1; got one with 2"):
+        Decoder(fewer, 1).load(path)
+    trained = CausalLM(dataclasses.replace(decoder.model.config, dropout=0.5)).double()
+    assert Decoder(trained, 1).load(path) == 0
+    # What C++ wrote says nothing of its model.
+    save_file(load_file(path), path)
+    assert Decoder(trained, 1).load(path) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ._files import read_tensors, write_tensors
+from ._json import parse_json
 from .causal_lm import CausalLM
 from .engine import engine_of
 from .sampling import SamplingOptions, whole
 
 Prompt = Tensor | Sequence[int]
+_CONFIG = "config"  # in the metadata of a saved prefix: the configuration of the model that read it
 
 
 class DecodedToken(NamedTuple):
@@ -210,15 +213,18 @@ class Decoder:
         safetensors file. Right after add() it is the prompt's: a prefix cache of one file a
         prefix."""
         tensors = self._decoder.save(whole("Decoder.save", "slot", slot))
-        write_tensors(Path(path), dict(tensors), {"format": "pt"})
+        config = json.dumps(_state_config(self.model))
+        write_tensors(Path(path), dict(tensors), {"format": "pt", _CONFIG: config})
 
     def load(self, path: str | os.PathLike[str], prompt: Prompt = (), **options: Any) -> int:
         """Goes on from what save() wrote, as if its tokens had been read, with more prompt, if any:
-        the slot. options: as in add()."""
+        the slot. options: as in add(). A file of a model of another configuration is refused; of
+        one with other weights it is not, for nothing in the file says so."""
         asked = _Options(self, "Decoder.load", options)
         if not Path(path).is_file():
             raise FileNotFoundError(f"Decoder.load: {path}: no such file")
         tensors = read_tensors(Path(path), None)
+        _refuse_other_model(Path(path), self.model)
         ids = _ids("Decoder.load", prompt)
         slot = self._decoder.add_saved(tensors, ids, *asked.lists())
         asked.watch(slot)
@@ -261,6 +267,33 @@ class _Options:
         """The sequence in `slot` ends with one of the stop strings."""
         if self._stop_strings:
             self._decoder._stops[slot] = _StopStrings(self._stop_strings, self._decoder._decode)
+
+
+def _state_config(model: CausalLM) -> dict[str, Any]:
+    """What a state depends on of the model's configuration: all but what training alone reads."""
+    fields = model.config.to_dict()
+    return {name: value for name, value in fields.items() if name not in ("dropout", "init_std")}
+
+
+def _refuse_other_model(path: Path, model: CausalLM) -> None:
+    """ValueError where the file says that a model of another configuration made it. Tensors of
+    HGRN's and LRU's states have the same shapes, and those of windows, whatever they are."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        noted = (file.metadata() or {}).get(_CONFIG)
+    if noted is None:  # C++ programs write tensors alone
+        return
+    ours = json.loads(json.dumps(_state_config(model)))
+    theirs = parse_json(noted)
+    if not isinstance(theirs, dict):
+        raise ValueError(f"{path}: {_CONFIG}: expected an object")
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"Decoder.load: {path}: expected the prefix of a model with "
+                f"{name} = {ours.get(name)!r}; got one with {theirs.get(name)!r}"
+            )
 
 
 def _list(owner: str, name: str, options: dict[str, Any]) -> list[Any]:
