@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import _library
 from .models import CausalLM, LMConfig, presets
 from .training.errors import UserError
+from .training.runtime import resolve_device
 
 _GRAPHS = "TIDEGATE_CUDA_GRAPHS"
 # Over how many tokens the heads of a pruned model forget: from one to a thousand, as those of
@@ -58,13 +60,18 @@ class Row:
 def main(arguments: list[str]) -> int:
     """Measures, prints the table and, where asked, writes it as JSON."""
     options = _parser().parse_args(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = resolve_device(options.device or "auto")
+    before = _checked(options)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     known = presets()
     names = options.models or _DEFAULT[device.type]
     for name in names:
         if name not in known:
             raise UserError(f"bench: --models: no preset {name!r}; there are {', '.join(known)}")
+        if known[name].vocab_size is None:
+            raise UserError(f"bench: --models: {name} is an image model; it generates no tokens")
+        if options.prune is not None:
+            pruned_config(name, known[name], options.prune)
     rows, prefills = [], []
     speed = copy_speed(device)
     print(f"{_device_name(device)}, {options.dtype or dtype}, a copy {speed / 1e9:,.0f} GB/s")
@@ -108,9 +115,8 @@ def main(arguments: list[str]) -> int:
         content = {**facts, "copy_bytes_per_second": speed, "rows": [asdict(row) for row in rows]}
         if prefills:
             content["prefills"] = [asdict(read) for read in prefills]
-        if options.before:
-            before = json.loads(Path(options.before).read_text(encoding="utf-8"))
-            content["before"] = {key: before[key] for key in ("commit", "rows")}
+        if before is not None:
+            content["before"] = before
         Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:
         _plot(rows, options.plot)
@@ -147,6 +153,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plot", metavar="FILE", help="tokens/s over the batch, as a picture")
     return parser
+
+
+def _checked(options: argparse.Namespace) -> dict[str, Any] | None:
+    """What --before keeps; UserError for what would fail, or mean nothing, after minutes."""
+    for name in ("batches", "prompt", "new", "repeats", "prefill"):
+        given = getattr(options, name)
+        least = min(given) if isinstance(given, list) else given
+        if least is not None and least < 1:
+            raise UserError(f"bench: --{name}: expected 1 or more, got {least}")
+    if options.prune is not None and not 0 < options.prune < 1:
+        raise UserError(f"bench: --prune: expected a number between 0 and 1, got {options.prune:g}")
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise UserError(f"bench: --{name}: {path}: its folder does not exist")
+    if options.before is None:
+        return None
+    if options.json is None:
+        raise UserError("bench: --before: expected with --json only, which keeps its figures")
+    try:
+        before = json.loads(Path(options.before).read_text(encoding="utf-8"))
+        return {key: before[key] for key in ("commit", "rows")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"bench: --before: {options.before}: expected the JSON that --json wrote; got "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _plot(rows: list[Row], file: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -174,7 +175,10 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Tensor]:
 
 def _from_hf(config: Mapping[str, Any]) -> LMConfig:
     """The LMConfig of a TidegateConfig's JSON."""
-    fields = {n: config[n] for n in LMConfig.__dataclass_fields__ if n in config}
+    if config.get("model_type") != "tidegate":  # also where `given` says so
+        kind = config.get("model_type", "")
+        raise ValueError(f"{CONFIG_FILE}: model_type: expected 'tidegate'; got {kind!r}")
+    fields = {n: config[n] for n in LMConfig.__dataclass_fields__ if n in config and n != "tied"}
     return LMConfig(tied=config.get("tie_word_embeddings", True), **fields)
 
 
@@ -276,7 +280,11 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tidegate convert`."""
-    size = None if options.shard_gb is None else int(options.shard_gb * 1e9)
+    size = options.shard_gb
+    if size is not None:
+        if not 0 < size < math.inf:
+            raise UserError(f"convert: shard-gb: expected more than 0, got {size:g}")
+        size = int(size * 1e9)
     try:
         print(
             convert(

@@ -33,6 +33,32 @@ def test_the_record_names_date_commit_and_machine(tmp_path, capsys):
     }
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--batches 1 0", "--batches: expected 1 or more, got 0"),
+        ("--prompt 0", "--prompt: expected 1 or more, got 0"),
+        ("--new -3", "--new: expected 1 or more, got -3"),
+        ("--repeats 0", "--repeats: expected 1 or more, got 0"),
+        ("--prefill 0", "--prefill: expected 1 or more, got 0"),
+        ("--prune 1", "--prune: expected a number between 0 and 1, got 1"),
+        ("--device tpu", "device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        ("--models hgrn-vit-tiny", "hgrn-vit-tiny is an image model"),
+        ("--json nowhere/x.json", "--json: nowhere/x.json: its folder does not exist"),
+        ("--plot nowhere/x.png", "--plot: nowhere/x.png: its folder does not exist"),
+        ("--before x.json", "--before: expected with --json only"),
+        ("--json y.json --before x.json", "--before: x.json: expected the JSON that --json wrote"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused_before_it_does(flags, message, tmp_path, monkeypatch):
+    """--batches 0 was printed as 256,000,000,000 tokens/s."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text("[]")
+    monkeypatch.setattr(bench_generation, "copy_speed", lambda device: pytest.fail("measured"))
+    with pytest.raises(UserError, match=message):
+        bench_generation.main(flags.split())
+
+
 def test_pruned_models_and_long_prompts(tmp_path, capsys, monkeypatch):
     """--prune counts what pruning leaves, --prefill reads a prompt beside a pass of training."""
     small = presets()["fox-125m"].replace(dim=48, layers=2, vocab_size=50, glu_hidden=32)

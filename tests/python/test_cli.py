@@ -361,12 +361,26 @@ def test_set_refuses_what_a_field_or_option_does_not_take(capsys, text, tmp_path
         (["norm_eps=NaN"], "norm_eps: expected a number; got 'NaN'"),
         (["layers=1000000000"], "layers: expected at most 100000; got 1000000000"),
         (["mixer_options=3", "mixer_options.window=4"], "expected mixer_options to be an object"),
+        (["mixer_options=3"], "train: mixer_options: expected an object of options, got 3"),
+        (["mixer_options=null"], "train: mixer_options: expected an object of options, got None"),
     ):
         words = [f"--set={word}" for word in given]
         line = fails(
             capsys, "train", text, "--mixer=transformer", *words, "--out", tmp_path / "run"
         )
         assert message in line
+
+
+def test_numbers_beyond_what_there_is_are_one_line(capsys, trained, tmp_path):
+    """They were tracebacks; so was a model of ours read as transformers'."""
+    line = fails(capsys, "generate", trained, f"--tokens={10**21}")
+    assert "CausalLM.generate: max_new_tokens: expected an integer of 64 bits; got 1000" in line
+    model = trained / "model"
+    for size in ("nan", "inf", "-1", "0"):
+        line = fails(capsys, "convert", model, tmp_path / "out", f"--shard-gb={size}")
+        assert f"convert: shard-gb: expected more than 0, got {size}" in line
+    line = fails(capsys, "convert", model, tmp_path / "out", "--from=hf", "--to=fla")
+    assert "convert: config.json: model_type: expected 'tidegate'; got ''" in line
 
 
 def test_files_that_are_not_utf8_are_named(capsys, trained, tmp_path):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +48,47 @@ def test_loss_and_gradients_are_those_of_the_logits(tied: bool, vocab: int, devi
         expected = torch.autograd.grad(wanted, list(model.parameters()))
         for one, two in zip(grads, expected, strict=True):
             torch.testing.assert_close(one, two)
+
+
+class LowRank(nn.Module):
+    """An adapter as PEFT puts it in a linear layer's place: `weight` is that of the layer alone."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(16, 2), nn.Linear(2, 29)
+        self.weight = base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "bias", "hook"])
+def test_a_head_that_does_more_than_multiply_by_its_weight_is_called(kind: str) -> None:
+    """The loss and the logits had read its weight and left out the rest."""
+    model, ids = model_of(tied=False), ids_of()
+    plain = model(ids).logits
+    if kind == "adapter":
+        model.head = LowRank(model.head)
+    elif kind == "bias":
+        model.head.bias = nn.Parameter(torch.randn(29))
+    else:
+        model.head.register_forward_hook(lambda module, args, y: y * 0.5)
+    labels = ids.roll(-1, 1)
+    labels[0, ::3] = -100
+    logits = model(ids).logits
+    assert not torch.allclose(logits, plain)
+    assert torch.allclose(model.prefill(ids)[0], logits[:, -1], atol=1e-5)
+    first = model.logits_at(ids, torch.zeros_like(ids[:, :1]))
+    torch.testing.assert_close(first[:, 0], logits[:, 0])
+    loss = model(ids, labels, label_smoothing=0.1, z_loss=1e-2).loss
+    kept = labels != -100
+    z_loss = 1e-2 * logits[kept].logsumexp(-1).square().mean()
+    wanted = F.cross_entropy(logits[kept], labels[kept], label_smoothing=0.1) + z_loss
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    assert all(p.grad is not None for p in model.head.parameters())
+    assert model(ids, torch.full_like(ids, -100)).loss == 0
 
 
 def test_logits_are_returned_where_they_are_asked_for() -> None:

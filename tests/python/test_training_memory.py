@@ -8,7 +8,7 @@ from test_training_runs import assert_same
 from training_cases import COPYING, prepare, write_text
 
 from tidegate.models import CausalLM, LMConfig
-from tidegate.training import TrainConfig, UserError
+from tidegate.training import TrainConfig, UserError, runtime
 from tidegate.training.checkpoint import load_checkpoint
 from tidegate.training.report import finish
 from tidegate.training.scoring import score_run
@@ -85,6 +85,19 @@ def test_a_run_is_scored_as_it_was_trained(tmp_path, text, precision, residual):
     trained = load_trained(str(tmp_path / "run"), "cpu")
     assert trained.compute_in("fp32") == "fp32"
     assert trained.model.residual_dtype is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_in_fp32_is_scored_in_fp32_where_nothing_else_is_asked(
+    tmp_path, text, precision, monkeypatch
+):
+    """`tidegate eval RUN` gave another number than the run itself, on devices fast in bf16."""
+    monkeypatch.setattr(runtime, "cpu_has_fast_bf16", lambda: precision == "fp32")
+    run = prepare(tmp_path / "run", text, steps=2, precision=precision)
+    assert run.trainer.run(quiet=True)
+    score = score_run(str(tmp_path / "run"), device="cpu")
+    # What was trained under autocast is scored as is faster here.
+    assert (score.nats == finish(run).nats) == (precision == "fp32")
 
 
 def test_a_checkpoint_without_masters_is_refused(tmp_path, text):

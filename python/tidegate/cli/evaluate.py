@@ -19,7 +19,13 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--token-dtype", default="uint16", help="of a .bin file")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "tf32", "bf16"))
+    parser.add_argument(
+        "--precision",
+        default="auto",
+        choices=("auto", "fp32", "tf32", "bf16"),
+        help="default: auto, as the run where it was trained in fp32 or tf32, else bf16 where that "
+        "is faster",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     context = parser.add_argument_group("use of the context; writes numbers and a plot")
     context.add_argument(

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn._common import make_linear, normal_
+from ..nn._common import Linear, make_linear, normal_
 from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_own_labels
 from .block import Model, Output, embedding_std, refuse_sharded
 from .config import LMConfig
 from .generating import continued
-from .sampling import SamplingOptions
+from .sampling import SamplingOptions, whole
 
 
 class CausalLM(Model):
@@ -65,7 +65,27 @@ class CausalLM(Model):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._head_weight())
+        if not self._is_head_linear():
+            return self.head(x)
+        return F.linear(x, self._head_weight(), None if self.head is None else self.head.bias)
+
+    def _is_head_linear(self) -> bool:
+        """Whether the head is its weight and bias and nothing else: no adapter stands in its place,
+        and no hook is on it."""
+        head = self.head
+        return head is None or (
+            type(head).forward in (nn.Linear.forward, Linear.forward)
+            and not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+        )
+
+    def _loss(self, x: Tensor, labels: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
+        """The mean loss of hidden states ``[B, T, dim]``."""
+        labels = labels if labels.dtype in (torch.int32, torch.int64) else labels.long()
+        if self._is_head_linear():
+            bias = None if self.head is None else self.head.bias
+            how = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+            return ops.linear_cross_entropy(x, self._head_weight(), labels, bias, **how)
+        return _loss_of_logits(self.head(x), labels.long(), label_smoothing, z_loss)
 
     def forward(
         self,
@@ -95,13 +115,7 @@ class CausalLM(Model):
         x, state = self._run(self._embed(ids), state, cu_seqlens)
         loss = None
         if labels is not None:
-            loss = ops.linear_cross_entropy(
-                x,
-                self._head_weight(),
-                labels if labels.dtype in (torch.int32, torch.int64) else labels.long(),
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-            )
+            loss = self._loss(x, labels, label_smoothing, z_loss)
         has_logits = labels is None if return_logits is None else return_logits
         return Output(self._logits(x) if has_logits else None, loss, state)
 
@@ -202,7 +216,8 @@ class CausalLM(Model):
         (docs/generation.md).
         """
         check_ids("CausalLM.generate", ids, self.config.vocab_size)
-        check_positive_or_zero("max_new_tokens", max_new_tokens)
+        max_new_tokens = whole("CausalLM.generate", "max_new_tokens", max_new_tokens, 0)
+        eos = None if eos is None else whole("CausalLM.generate", "eos", eos)
         refuse_sharded("CausalLM.generate", self.named_parameters(), "load it whole to generate")
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         options.check("CausalLM.generate")
@@ -210,10 +225,18 @@ class CausalLM(Model):
         return append(ids, lengths, new, 0 if eos is None else eos)
 
 
-def check_positive_or_zero(name: str, value: int) -> None:
-    """Raises ValueError unless `value` is an integer >= 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"CausalLM.generate: {name}: expected an integer >= 0; got {value!r}")
+def _loss_of_logits(
+    logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """What `tidegate.ops.linear_cross_entropy` makes, of logits ``[B, T, vocab]`` that exist."""
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    kept = labels != IGNORED
+    how = {"ignore_index": IGNORED, "label_smoothing": label_smoothing, "reduction": "sum"}
+    loss = F.cross_entropy(logits, labels, **how)
+    if z_loss:
+        loss = loss + z_loss * logits.logsumexp(-1).square().where(kept, 0.0).sum()
+    return loss / kept.sum().clamp(min=1)
 
 
 def next_labels(ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

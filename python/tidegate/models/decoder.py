@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ._files import read_tensors, write_tensors
+from ._json import parse_json
 from .causal_lm import CausalLM
 from .engine import engine_of
-from .sampling import SamplingOptions
+from .sampling import SamplingOptions, whole
 
 Prompt = Tensor | Sequence[int]
+_CONFIG = "config"  # in the metadata of a saved prefix: the configuration of the model that read it
 
 
 class DecodedToken(NamedTuple):
@@ -55,7 +58,7 @@ class Decoder:
     states of all `slots` sequences are in memory from the start. Not for several threads at a time.
 
     Args:
-        model: of tidegate's own modules, without hooks and adapters. The decoder uses its
+        model: as its configuration builds it, without hooks and adapters. The decoder uses its
             parameters where they are: make a new one after model.to() or load().
         slots: sequences at a time.
         capacity: tokens of a sequence, prompt included, that layers which keep them have room for
@@ -86,10 +89,14 @@ class Decoder:
         engine = engine_of(model) if isinstance(model, CausalLM) else None
         if engine is None:
             raise ValueError(
-                "Decoder: model: expected a CausalLM of tidegate's own modules, without hooks and "
-                f"adapters, on the CPU or a GPU; got a {type(model).__name__} that is not"
+                "Decoder: model: expected a CausalLM as its configuration builds it, without hooks "
+                f"and adapters, on the CPU or a GPU; got a {type(model).__name__} that is not"
             )
         self.model = model
+        slots = whole("Decoder", "slots", slots)
+        capacity = whole("Decoder", "capacity", capacity)
+        max_stop_ids = whole("Decoder", "max_stop_ids", max_stop_ids, 0)
+        prompt_chunk = whole("Decoder", "prompt_chunk", prompt_chunk)
         self.slots = slots
         self._decode = decode
         self._stops: dict[int, _StopStrings] = {}
@@ -132,10 +139,7 @@ class Decoder:
     def add_samples(self, prompt: Prompt, samples: int, **options: Any) -> list[int]:
         """So many sequences of one prompt, which is read once: the state is copied on the device.
         Each draws its own tokens. options: as in add()."""
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            raise ValueError(
-                f"Decoder.add_samples: samples: expected an integer >= 1; got {samples!r}"
-            )
+        samples = whole("Decoder.add_samples", "samples", samples, 1)
         free = self.slots - self.taken
         if samples > free:
             raise ValueError(
@@ -143,7 +147,7 @@ class Decoder:
                 f" got {samples}"
             )
         first = self.add(prompt, **options)
-        slots, stream = [first], options.get("stream", 0)
+        slots, stream = [first], int(options.get("stream", 0))
         try:
             for i in range(1, samples):
                 slots.append(self.fork(first, **{**options, "stream": stream + i}))
@@ -156,6 +160,7 @@ class Decoder:
     def fork(self, slot: int, **options: Any) -> int:
         """Another sequence that goes on from where the one in `slot` is: its slot. options: as in
         add(); they are not those of the other one."""
+        slot = whole("Decoder.fork", "slot", slot)
         asked = _Options(self, "Decoder.fork", options)
         other = self._decoder.fork(slot, *asked.lists())
         asked.watch(other)
@@ -165,7 +170,7 @@ class Decoder:
         """So many tokens of every sequence that goes on, in the order in which they were drawn;
         after a sequence's last one no more of it. The host waits once for all of them: a few at a
         time cost less than one by one."""
-        integers, log_probs = self._decoder.step(steps)
+        integers, log_probs = self._decoder.step(whole("Decoder.step", "steps", steps))
         tokens = []
         ended: set[int] = set()
         for (slot, token, is_last), log_prob in zip(
@@ -184,6 +189,7 @@ class Decoder:
 
     def remove(self, slot: int) -> None:
         """Ends the sequence in `slot`, or only frees the slot where it has ended."""
+        slot = whole("Decoder.remove", "slot", slot)
         self._decoder.remove(slot)
         self._stops.pop(slot, None)
 
@@ -206,16 +212,19 @@ class Decoder:
         """Writes what the sequence in `slot`, which has not ended, has read: its state, as a
         safetensors file. Right after add() it is the prompt's: a prefix cache of one file a
         prefix."""
-        tensors = self._decoder.save(slot)
-        write_tensors(Path(path), dict(tensors), {"format": "pt"})
+        tensors = self._decoder.save(whole("Decoder.save", "slot", slot))
+        config = json.dumps(_state_config(self.model))
+        write_tensors(Path(path), dict(tensors), {"format": "pt", _CONFIG: config})
 
     def load(self, path: str | os.PathLike[str], prompt: Prompt = (), **options: Any) -> int:
         """Goes on from what save() wrote, as if its tokens had been read, with more prompt, if any:
-        the slot. options: as in add()."""
+        the slot. options: as in add(). A file of a model of another configuration is refused; of
+        one with other weights it is not, for nothing in the file says so."""
         asked = _Options(self, "Decoder.load", options)
         if not Path(path).is_file():
             raise FileNotFoundError(f"Decoder.load: {path}: no such file")
         tensors = read_tensors(Path(path), None)
+        _refuse_other_model(Path(path), self.model)
         ids = _ids("Decoder.load", prompt)
         slot = self._decoder.add_saved(tensors, ids, *asked.lists())
         asked.watch(slot)
@@ -228,23 +237,21 @@ class _Options:
     def __init__(self, decoder: Decoder, owner: str, options: dict[str, Any]) -> None:
         options = dict(options)
         self._decoder = decoder
-        self._max_new_tokens = options.pop("max_new_tokens", None)
-        self._stop_ids = [int(i) for i in options.pop("stop_ids", ())]
-        self._stop_strings = list(options.pop("stop_strings", ()))
-        self._stream = int(options.pop("stream", 0))
+        most = options.pop("max_new_tokens", None)
+        self._max_new_tokens = None if most is None else whole(owner, "max_new_tokens", most, 1)
+        self._stop_ids = [whole(owner, "stop_ids", i) for i in _list(owner, "stop_ids", options)]
+        self._stop_strings = _list(owner, "stop_strings", options)
+        self._stream = whole(owner, "stream", options.pop("stream", 0))
         unknown = sorted(set(options) - set(SamplingOptions.__dataclass_fields__))
         if unknown:
             raise ValueError(f"{owner}: unknown option {unknown[0]!r}")
         self._sampling = SamplingOptions(**options)
         self._sampling.check(owner)
-        most = self._max_new_tokens
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise ValueError(f"{owner}: max_new_tokens: expected an integer >= 1; got {most!r}")
         if self._stop_strings and decoder._decode is None:
             raise ValueError(
                 f"{owner}: stop_strings: expected a Decoder with decode=, which makes text of ids"
             )
-        if not all(self._stop_strings):
+        if not all(isinstance(string, str) and string for string in self._stop_strings):
             raise ValueError(f"{owner}: stop_strings: expected strings that are not empty")
 
     def lists(self) -> tuple[list[float], list[int]]:
@@ -260,6 +267,41 @@ class _Options:
         """The sequence in `slot` ends with one of the stop strings."""
         if self._stop_strings:
             self._decoder._stops[slot] = _StopStrings(self._stop_strings, self._decoder._decode)
+
+
+def _state_config(model: CausalLM) -> dict[str, Any]:
+    """What a state depends on of the model's configuration: all but what training alone reads."""
+    fields = model.config.to_dict()
+    return {name: value for name, value in fields.items() if name not in ("dropout", "init_std")}
+
+
+def _refuse_other_model(path: Path, model: CausalLM) -> None:
+    """ValueError where the file says that a model of another configuration made it. Tensors of
+    HGRN's and LRU's states have the same shapes, and those of windows, whatever they are."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        noted = (file.metadata() or {}).get(_CONFIG)
+    if noted is None:  # C++ programs write tensors alone
+        return
+    ours = json.loads(json.dumps(_state_config(model)))
+    theirs = parse_json(noted)
+    if not isinstance(theirs, dict):
+        raise ValueError(f"{path}: {_CONFIG}: expected an object")
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"Decoder.load: {path}: expected the prefix of a model with "
+                f"{name} = {ours.get(name)!r}; got one with {theirs.get(name)!r}"
+            )
+
+
+def _list(owner: str, name: str, options: dict[str, Any]) -> list[Any]:
+    """Takes a list out of the options. Text is none: its characters would become the elements."""
+    value = options.pop(name, ())
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError(f"{owner}: {name}: expected a list; got {value!r}")
+    return list(value)
 
 
 def _has_ended(integers: Tensor, slot: int) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,21 @@ _generating: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[nn.Modul
 )
 _generating_lock = threading.Lock()
 _LARGEST_SEED = (1 << 63) - 1
+
+
+def whole(owner: str, name: str, value: Any, least: int | None = None) -> int:
+    """The value as an int that the library can take; ValueError where it is none, is below `least`
+    or does not fit 64 bits."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        bound = "" if least is None else f" >= {least}"
+        raise ValueError(f"{owner}: {name}: expected an integer{bound}; got {value!r}")
+    if not -_LARGEST_SEED <= number <= _LARGEST_SEED:
+        raise ValueError(f"{owner}: {name}: expected an integer of 64 bits; got {value!r}")
+    return number
 
 
 @contextlib.contextmanager
@@ -60,9 +77,10 @@ class SamplingOptions:
         """Raises ValueError, beginning with `owner`, for numbers out of their ranges."""
         if not self.temperature >= 0.0:
             raise ValueError(f"{owner}: temperature: expected >= 0; got {self.temperature!r}")
-        top_k = self.top_k
-        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-            raise ValueError(f"{owner}: top_k: expected an integer >= 1; got {top_k!r}")
+        if self.top_k is not None:
+            whole(owner, "top_k", self.top_k, 1)
+        if self.seed is not None and not isinstance(self.seed, int):  # of any size
+            whole(owner, "seed", self.seed)
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"{owner}: top_p: expected in (0, 1]; got {self.top_p!r}")
         if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
@@ -75,7 +93,7 @@ class SamplingOptions:
     def seed_now(self) -> int:
         """The seed, as 63 bits; one from torch's default generator where there is none."""
         if self.seed is not None:
-            return self.seed & _LARGEST_SEED
+            return int(self.seed) & _LARGEST_SEED
         return int(torch.randint(_LARGEST_SEED, ())) if self.temperature > 0 else 0
 
 

@@ -341,7 +341,10 @@ def _named(
             raise UserError(f"preset: {preset} is an image model; train takes language models")
     if model.get("mixer", fields.get("mixer")) != fields.get("mixer"):
         fields.pop("mixer_options", None)  # another mixer has other options
-    options = {**fields.get("mixer_options", {}), **model.get("mixer_options", {})}
+    asked = model.get("mixer_options", {})
+    if not isinstance(asked, dict):
+        raise UserError(f"train: mixer_options: expected an object of options, got {asked!r}")
+    options = {**fields.get("mixer_options", {}), **asked}
     merged = {**fields, **model}
     if options:
         merged["mixer_options"] = options

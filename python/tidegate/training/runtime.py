@@ -13,6 +13,7 @@ from .errors import UserError
 # optimiser has.
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "bf16-weights")
 AUTOCAST = ("bf16", "bf16-weights")
+EXACT = ("fp32", "tf32")  # what "auto" never narrows afterwards
 RESIDUALS = ("auto", "fp32", "bf16")
 
 

@@ -15,7 +15,7 @@ from .checkpoint_content import weights_problem
 from .config import TrainConfig, read_run
 from .errors import UserError
 from .initial import open_initial
-from .runtime import resolve_device, resolve_precision, set_products
+from .runtime import EXACT, resolve_device, resolve_precision, set_products
 from .tasks import TASKS
 from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from .trainer import non_finite
@@ -31,7 +31,10 @@ class Trained:
 
     def compute_in(self, precision: str) -> str:
         """Has the model compute in a precision, with the residual stream that it was trained with;
-        returns the precision, "auto" resolved, for `autocast`."""
+        returns the precision, "auto" resolved, for `autocast`. Under "auto" what was trained in
+        fp32 or tf32 is computed so, as its run was validated."""
+        if precision == "auto" and self.train is not None and self.train.precision in EXACT:
+            precision = self.train.precision
         resolved = resolve_precision(precision, next(self.model.parameters()).device)
         set_products(resolved)
         if self.train is not None:
