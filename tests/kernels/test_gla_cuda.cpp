@@ -143,13 +143,6 @@ INSTANTIATE_TEST_SUITE_P(WideGates, GlaCudaPlain,
 
 class GlaCudaTensorCore : public GlaCuda {
  protected:
-  static int64_t count_multiprocessors() {
-    int device = 0, count = 0;
-    check_cuda(cudaGetDevice(&device), "device");
-    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "count");
-    return count;
-  }
-
   /// Lengths around those of chunks and tiles, packed ones too where they are not long.
   std::vector<GlaShape> shapes_of_every_length() const {
     std::vector<GlaShape> shapes;
@@ -297,7 +290,10 @@ TEST_P(GlaCudaTensorCore, GradientsOfEverySize) {
 
 // As many heads as leave the planner five parts of time, and just long enough for them.
 TEST_P(GlaCudaTensorCore, GradientsInSegments) {
-  const int64_t multiprocessors = count_multiprocessors();
+  int device = 0, multiprocessors = 0;
+  check_cuda(cudaGetDevice(&device), "device");
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "count");
   GlaShape shape = vary(1);
   const bool packed = shape.dtype == DType::kFloat16;
   const int64_t sequences = packed ? 5 : 1;
@@ -313,27 +309,6 @@ TEST_P(GlaCudaTensorCore, GradientsInSegments) {
   check_cuda(kernels::gla::gla_backward_plan(params, &params.forward.plan), "plan");
   EXPECT_GT(params.forward.plan.segment_time, 0);
   check_backward(shape);
-}
-
-// As many heads as have the state passes divide channels: blocks of threads with 32 channels for
-// two thirds of the multiprocessors.
-TEST_P(GlaCudaTensorCore, GradientsOfNarrowScans) {
-  for (uint32_t i = 0; i < 3; ++i) {
-    GlaShape shape = vary(i);
-    shape.key_dim = i == 1 ? 128 : 64;
-    shape.value_dim = i == 2 ? 256 : 128;
-    shape.batch = i == 1 ? 2 : 1;
-    shape.time = i == 1 ? 130 : 300;
-    if (i != 1) shape.offsets = {0, 0, 5, 69, 100, 300};
-    const int64_t sequences = i == 1 ? 2 : 5;
-    const int64_t blocks_a_head = 2 * (shape.key_dim / 32) * (shape.value_dim / 128) * sequences;
-    shape.heads = (count_multiprocessors() * 2 / 3 + blocks_a_head - 1) / blocks_a_head;
-    GlaProblem problem(shape);
-    kernels::gla::GlaBackwardParams params = problem.backward_params();
-    check_cuda(kernels::gla::gla_backward_plan(params, &params.forward.plan), "plan");
-    EXPECT_EQ(params.forward.plan.segment_time, 0);
-    check_backward(shape);
-  }
 }
 
 // What a chip with 99 KB of shared memory a block runs: fewer stages of the ring.

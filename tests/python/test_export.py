@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gla-normalized": {"mixer": "gla", "mixer_options": NORMALIZED},
     "rwkv4-shifted": {"mixer": "rwkv4", "mixer_options": {"time_shift": True}},
     "fox-window": {"mixer": "fox", "mixer_options": {"window": 4, "rope": 10000.0}},
+    "fox-pruned": {"mixer": "fox-pro", "mixer_options": {"prune": 1e-10}},
     "hybrid": {"mixer": ["hgrn2", "fox"], "layers": 2, "lower_bound": "none", "tied": False},
 }
 CAPACITY = 24
@@ -49,7 +50,7 @@ def check_programs(
     model: CausalLM, run: dict[str, Callable[..., Any]], batch: int, time: int, tolerance: float
 ) -> None:
     """What prefill, two steps and, where there is one, extend say is what one forward pass says."""
-    ids = torch.randint(16, (batch, time + 2 + 3))
+    ids = torch.randint(16, (batch, time + 2 + 3), device=model.embedding.weight.device)
     whole = model(ids).logits
     close = {"rtol": 0.0, "atol": tolerance}
     logits, *state = run["prefill"](ids[:, :time].contiguous())
@@ -78,6 +79,15 @@ def test_every_mixer_is_exported(name: str) -> None:
         check_programs(model, run, batch, time, 1e-9)
     *state, _ = run["prefill"](torch.zeros(2, 3, dtype=torch.int64))
     assert len(state) == len(export.state_names(model))
+
+
+@pytest.mark.parametrize("name", ["fox", "fox-pruned"])
+def test_steps_over_caches_of_any_size_are_exported(name: str, device: str) -> None:
+    """On CUDA a pruned step looks at its cache's size, which an exported program does not know."""
+    model = causal_lm(name).to(device)
+    made = export.programs(model, ["prefill", "step"], capacity=CAPACITY)
+    run = {key: program.module() for key, program in made.items()}
+    check_programs(model, run, 2, 9, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["hgrn", "transformer-pro"])

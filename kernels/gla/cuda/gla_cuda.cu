@@ -12,7 +12,6 @@
 #include "kernels/common/cuda/sequences.cuh"
 #include "kernels/common/integers.h"
 #include "kernels/gla/cuda/backward/chunk_place.cuh"
-#include "kernels/gla/cuda/backward/narrow_scan.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
 #include "kernels/gla/forward_rows.h"
@@ -326,32 +325,17 @@ bool all_rows_aligned(const GlaBackwardParams& b) {
          (p.gate_per_head || (rows_aligned(p.gate, 16) && rows_aligned(b.dgate, 16)));
 }
 
-/// How the state passes fill the device where whole states of all sequences and heads do not.
-struct StateDivision {
-  bool narrow = false;       // channels are divided
-  int64_t segment_time = 0;  // tokens of a segment, or 0: time is not divided
-};
-
-StateDivision choose_state_division(const GlaParams& p, int multiprocessors) {
-  const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
-  const int64_t scans = sequences * p.heads * ceil_div(p.value_dim, kStateColumns);
-  // Narrow blocks go through all of time, so that they have to be many: one for each of two thirds
-  // of the multiprocessors at least.
-  const int64_t groups = NarrowScan::groups(p.key_dim);
-  const int64_t blocks = scans * kDirections * groups;
-  if (NarrowScan::fits(p) && groups > 1 && blocks >= multiprocessors * 2 / 3 &&
-      blocks <= multiprocessors * 2) {
-    return {.narrow = true};
-  }
-  // A block of threads and direction for every multiprocessor. With segments the passes run twice,
-  // so few parts do not pay.
+/// Tokens of a segment of the state passes, or 0 where whole sequences fill the device: a block of
+/// threads and direction for every multiprocessor. With segments the passes run twice, so few parts
+/// do not pay.
+int64_t choose_state_segment(const GlaParams& p, int multiprocessors) {
   constexpr int64_t kFewestParts = 5, kFewestChunks = 4;
-  const int64_t parts = multiprocessors / scans;
+  const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
+  const int64_t parts =
+      multiprocessors / (sequences * p.heads * ceil_div(p.value_dim, kStateColumns));
   const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kChunk);
-  if (parts < kFewestParts || chunks < kFewestChunks * parts) {
-    return {};
-  }
-  return {.segment_time = ceil_div(chunks, parts) * kChunk};
+  return parts < kFewestParts || chunks < kFewestChunks * parts ? 0
+                                                                : ceil_div(chunks, parts) * kChunk;
 }
 
 /// The workspace: the factors of all chunks, the states at their boundaries in both directions, and
@@ -467,7 +451,7 @@ cudaError_t tensor_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   *plan = {.path = GlaPath::kTensorCore};
-  plan->segment_time = choose_state_division(p, limits.multiprocessors).segment_time;
+  plan->segment_time = choose_state_segment(p, limits.multiprocessors);
   if (plan->segment_time > 0) {
     plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }
@@ -478,8 +462,6 @@ cudaError_t tensor_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
 
 cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   const GlaParams& p = b.forward;
-  DeviceLimits limits;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   StatePass pass;
   pass.params = p;
   pass.d_o = b.d_o;
@@ -487,7 +469,6 @@ cudaError_t tensor_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   pass.dh0 = b.dh0;
   pass.chunks = time_tiles(p.layout, kChunk);
   pass.divided = p.plan.segment_time > 0;
-  pass.narrow = !pass.divided && choose_state_division(p, limits.multiprocessors).narrow;
   const int64_t whole = std::max<int64_t>(1, ceil_div(p.layout.time, kChunk)) * kChunk;
   pass.segments = time_tiles(p.layout, pass.divided ? p.plan.segment_time : whole);
   BackwardWorkspace(p, pass.chunks.count, pass.divided ? pass.segments.count : 0)

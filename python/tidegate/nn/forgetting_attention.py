@@ -255,11 +255,7 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
 
     def _attend_step(self, q: Tensor, state: AttentionState) -> Tensor:
         prune = key_norms = None
-        # Without a norm nothing is known of keys that are not read, so all of them are; and where a
-        # cache is small on a GPU: there it takes less time to read all of it than to find out what
-        # to.
-        is_worth_it = not state.k.is_cuda or state.k.nbytes >= _LEAST_PRUNED_BYTES
-        if self.prune is not None and self.k_norm is not None and is_worth_it:
+        if self._prunes_steps(state):
             prune = self.prune
             key_norms = self._longest_row(self.k_norm).expand(state.k.shape[0], state.k.shape[2])
         o = ops.forgetting_attention_step(
@@ -273,6 +269,16 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
             key_norms=key_norms,
         )
         return o[:, None]
+
+    def _prunes_steps(self, state: AttentionState) -> bool:
+        """Without a norm nothing is known of keys that are not read, so all of them are; and where
+        a cache is small on a GPU, since there it takes less time to read all of it than to find out
+        what to. A program that is compiled or exported serves caches of any size."""
+        if self.prune is None or self.k_norm is None:
+            return False
+        if not state.k.is_cuda or torch.compiler.is_compiling():
+            return True
+        return state.k.nbytes >= _LEAST_PRUNED_BYTES
 
     def _unreachable(self, state: AttentionState) -> Tensor | None:
         behind = super()._unreachable(state)

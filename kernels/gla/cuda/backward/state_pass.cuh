@@ -15,10 +15,9 @@
 // chunk_backward_kernel, and the rounding does not accumulate. A chunk's operands arrive by
 // cp.async in one of two stages, a chunk ahead; one __syncthreads a chunk passes the stages on.
 //
-// Where sequences x heads are few, channels are divided (narrow_scan.cuh), and where they are
-// fewer, time is divided into segments: a first launch scans every segment from zero (map_only),
-// compose_segments puts the maps together in the order of time, and a second launch scans again
-// from the right states.
+// Where sequences x heads are few, time is divided into segments: a first launch scans every
+// segment from zero (map_only), compose_segments puts the maps together in the order of time, and a
+// second launch scans again from the right states.
 
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/sequences.cuh"
@@ -36,7 +35,6 @@ struct StatePass {
   void* dh0 = nullptr;
   TimeTiles chunks = {};
   TimeTiles segments = {};
-  bool narrow = false;    // channels are divided: narrow_scan.cuh
   bool divided = false;   // segments start in segment_states instead of h0 and dh_final
   bool map_only = false;  // scan from zero and write segment_states and segment_decays
   ChunkFactors factors = {};
@@ -83,11 +81,11 @@ struct StatePassShared {
   }
 };
 
-/// A K-slice x 16 kTiles columns of a state: accumulator n has columns 8n..8n+7; its rows are the
-/// slice's columns (channel_of_column).
-template <int kTiles>
+/// A K-slice x the column tile of a state: accumulator n has columns 8n..8n+7; its
+/// rows are the slice's columns (channel_of_column).
 class SliceState {
  public:
+  static constexpr int kTiles = kStateColumns / kSlice;
   static constexpr int kHigherRow = 1;  // channels from a lane's one row to the other
 
   __device__ void clear() {
@@ -130,36 +128,26 @@ class SliceState {
     }
   }
 
-  /// The largest numbers of the lane's two rows, without their signs.
-  __device__ float2 largest(int columns) const {
-    float of_row[2] = {};
+  /// As ChunkStates has them: `units` are those of the K-slice.
+  __device__ void store_rounded(uint4* tiles, uint16_t* units, int columns, int lane) const {
+    float scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      float largest = 0;
 #pragma unroll
       for (int n = 0; n < 2 * kTiles; ++n) {
         if (n * 8 < columns) {
-          of_row[h] = fmaxf(of_row[h], fmaxf(fabsf(sum_[n][2 * h]), fabsf(sum_[n][2 * h + 1])));
+          largest = fmaxf(largest, fmaxf(fabsf(sum_[n][2 * h]), fabsf(sum_[n][2 * h + 1])));
         }
       }
-      of_row[h] = quad_max(of_row[h]);
+      // The largest becomes 2^14 to 2^15; 2^126 is the largest scale whose inverse is normal.
+      const int exponent = __float_as_int(quad_max(largest)) >> 23;
+      const int scaling = min(127 + 14 + 127 - exponent, 253);
+      scale[h] = __int_as_float(scaling << 23);
+      if (lane % 4 == 0) {
+        units[lane / 4 + 8 * h] = static_cast<uint16_t>((254 - scaling) << 7);
+      }
     }
-    return make_float2(of_row[0], of_row[1]);
-  }
-
-  /// As ChunkStates has them, given the largest numbers of the lane's rows in all columns; `units`
-  /// are those of the K-slice, or null where another lane stores the row's.
-  __device__ void store_rounded(const float2& largest, uint4* tiles, uint16_t* units, int columns,
-                                int lane) const {
-    // The largest becomes 2^14 to 2^15; 2^126 is the largest scale whose inverse is normal.
-    const auto scaling_of = [](float x) {
-      return min(127 + 14 + 127 - (__float_as_int(x) >> 23), 253);
-    };
-    const int scaling[2] = {scaling_of(largest.x), scaling_of(largest.y)};
-    if (units != nullptr) {
-      units[lane / 4] = static_cast<uint16_t>((254 - scaling[0]) << 7);
-      units[lane / 4 + 8] = static_cast<uint16_t>((254 - scaling[1]) << 7);
-    }
-    const float scale[2] = {__int_as_float(scaling[0] << 23), __int_as_float(scaling[1] << 23)};
 #pragma unroll
     for (int v = 0; v < kTiles; ++v) {
       if (v * kSlice < columns) {
@@ -215,10 +203,10 @@ class SliceState {
 
 /// The warp's part of the state in which a scan starts: zero for a map. It lies at `corner` of a
 /// segment's state, at `state` of h0 or dh_final.
-template <bool kAdjoint, int kTiles>
+template <bool kAdjoint>
 __device__ inline void load_start(const StatePass& pass, int segment_index, int head,
                                   int64_t corner, int64_t state, int columns, int lane,
-                                  SliceState<kTiles>& sum) {
+                                  SliceState& sum) {
   const GlaParams& p = pass.params;
   const auto* start = static_cast<const float*>(kAdjoint ? pass.dh_final : p.h0);
   if (pass.map_only || (!pass.divided && start == nullptr)) {
@@ -287,7 +275,7 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
   const int64_t state =
       (segment.sequence.index * p.heads + head) * p.key_dim * p.value_dim + corner;
 
-  SliceState<kStateColumns / kSlice> sum;
+  SliceState sum;
   load_start<kAdjoint>(pass, segment_index, head, corner, state, columns, lane, sum);
 
   const ScanInputs<kAdjoint> inputs(pass, segment, head, kFullTile ? kStateColumns : p.value_dim,
@@ -318,10 +306,9 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
     }
     if (!pass.map_only) {
       const ChunkStates& states = pass.states[kDirection];
-      uint16_t* const units = states.units_of(first_chunk + chunk, head, column_tile);
-      sum.store_rounded(sum.largest(columns),
-                        states.tile(first_chunk + chunk, head, slice, column0 / kSlice),
-                        lane % 4 == 0 ? units + slice * kSlice : nullptr, columns, lane);
+      sum.store_rounded(states.tile(first_chunk + chunk, head, slice, column0 / kSlice),
+                        states.units_of(first_chunk + chunk, head, column_tile) + slice * kSlice,
+                        columns, lane);
     }
     sum.template advance<kAdjoint>(inputs.sh.slice(shared, i & 1, slice), stage, columns, lane,
                                    total);
@@ -334,7 +321,7 @@ __device__ inline void scan_states(const StatePass& pass, const TimeTile& segmen
       float* to = pass.segment_decay(kDirection, segment_index, head) + slice * kSlice +
                   channel_of_column(lane / 4);
       to[0] = total.x;
-      to[sum.kHigherRow] = total.y;
+      to[SliceState::kHigherRow] = total.y;
     }
   } else if (kAdjoint && segment.index == 0 && pass.dh0 != nullptr) {
     sum.store(static_cast<float*>(pass.dh0) + state, p.value_dim, columns, lane);

@@ -21,7 +21,6 @@
 #include "kernels/gla/cuda/backward/chunk_factors.cuh"
 #include "kernels/gla/cuda/backward/chunk_scores.cuh"
 #include "kernels/gla/cuda/backward/chunk_sums.cuh"
-#include "kernels/gla/cuda/backward/narrow_scan.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
 #include "kernels/gla/cuda/backward/sub_chunk_gradients.cuh"
 #include "kernels/gla/gla_cuda.h"
@@ -276,21 +275,16 @@ cudaError_t TensorBackwardUnit<T>::make_factors(const ChunkBackward& work, cudaS
 template <class T>
 cudaError_t TensorBackwardUnit<T>::scan_states(const StatePass& pass, cudaStream_t stream) {
   const GlaParams& p = pass.params;
-  const auto launch = [&]<auto * kKernel>(int64_t scans, int64_t threads, int bytes) {
-    const int64_t blocks = pass.segments.count * p.heads * pass.column_tiles() * scans;
-    if (blocks > std::numeric_limits<int>::max()) {
-      return cudaErrorInvalidConfiguration;
-    }
-    TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-    return launch_early<kKernel>(dim3(static_cast<unsigned>(blocks)),
-                                 dim3(static_cast<unsigned>(threads)), bytes, stream, pass);
-  };
-  if (pass.narrow) {
-    return launch.template operator()<&narrow_scan_kernel<T>>(
-        kDirections * NarrowScan::groups(p.key_dim), NarrowScan::kThreads, NarrowScan::kBytes);
+  const int bytes = StatePassShared(p.key_dim, p.value_dim).bytes();
+  constexpr auto* kKernel = &state_pass_kernel<T>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  const auto threads = static_cast<unsigned>(p.key_dim / kSlice * 32);
+  const int64_t blocks = pass.segments.count * p.heads * pass.column_tiles() * kDirections;
+  if (blocks > std::numeric_limits<int>::max()) {
+    return cudaErrorInvalidConfiguration;
   }
-  return launch.template operator()<&state_pass_kernel<T>>(
-      kDirections, p.key_dim / kSlice * 32, StatePassShared(p.key_dim, p.value_dim).bytes());
+  return launch_early<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(threads), bytes, stream,
+                               pass);
 }
 
 template <class T>
