@@ -154,7 +154,9 @@ Tensor ForgettingAttentionImpl::attend_step(const Tensor& q, const AttentionStat
   const bool is_worth_it = !state.k.is_cuda() || state.k.nbytes() >= kLeastPrunedBytes;
   if (options.prune() && k_norm && is_worth_it) {
     prune = options.prune();
-    key_norms = longest_row(k_norm, switches_.head_dim).expand({state.k.size(0), state.k.size(2)});
+    key_norms = longest_row(k_norm, switches_.head_dim)
+                    .to(state.gates.scalar_type())
+                    .expand({state.k.size(0), state.k.size(2)});
   }
   return forgetting_attention_step(q.select(1, 0).to(state.k.scalar_type()), state.k, state.v,
                                    state.gates, state.lengths, /*scale=*/std::nullopt,

@@ -139,6 +139,26 @@ TEST(ForgettingAttention, EqualsItsEquation) {
                      at::tensor({0.2, 0.9}, at::kDouble));
 }
 
+// QK-norm bounds the keys of a state, so that a step leaves old ones unread; without it all are
+// read.
+TEST(ForgettingAttention, APrunedStepReadsWhatCanBeSeen) {
+  torch::manual_seed(0);
+  const torch::NoGradGuard no_grad;
+  for (const char* preset : {"pro", "llama"}) {
+    ForgettingAttention mixer(forgetting().preset(preset).prune(1e-6));
+    mixer->gate_bias.fill_(-2.0);
+    const Tensor x = randn({2, 301, kMixerDim});
+    const Tensor whole = std::get<0>(mixer->forward(x)).select(1, 300);
+    const auto state = std::get<1>(
+        mixer->forward(x.narrow(1, 0, 300), mixer->init_state(2, std::nullopt, std::nullopt, 301)));
+    nn::AttentionState(state).k.narrow(1, 0, 200).fill_(std::nan(""));
+    const Tensor y = mixer->step(x.select(1, 300), state);
+    const bool is_pruned = preset == std::string("pro");
+    EXPECT_EQ(at::isnan(y).any().item<bool>(), !is_pruned);
+    if (is_pruned) EXPECT_TRUE(at::allclose(y, whole, 0.0, 1e-5));
+  }
+}
+
 // Bounded gates of a state that nothing enters: what is left of it after a token.
 TEST(Lru, FadesByItsBoundedModulus) {
   torch::manual_seed(0);

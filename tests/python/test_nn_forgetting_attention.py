@@ -228,6 +228,44 @@ def test_a_pruned_step_reads_what_can_be_seen():
 
 
 @torch.no_grad()
+def test_a_step_prunes_only_by_norms_that_bound_their_rows():
+    """Another norm in place of the one that was built, or a hook on it, may make keys of any
+    length: then every key is read, as without pruning."""
+
+    def edited(edit):
+        mixer = make({"num_heads": 4, "preset": "pro", "prune": 1e-3})
+        mixer.gate_bias.fill_(-0.5)
+        edit(mixer)
+        return mixer
+
+    def with_layer_norm(mixer):
+        mixer.k_norm = torch.nn.LayerNorm(mixer.head_dim, dtype=torch.float64)
+        mixer.k_norm.bias.normal_(0.0, 40.0)
+
+    def with_identity(mixer):
+        mixer.k_norm = torch.nn.Identity()
+
+    def with_hook(mixer):
+        mixer.k_norm.register_forward_hook(lambda module, inputs, output: 30 * output)
+
+    x = torch.randn(1, 301, DIM, dtype=torch.float64)
+    for edit in (with_layer_norm, with_identity, with_hook):
+        mixer = edited(edit)
+        _, state = mixer(x[:, :300], mixer.init_state(1, capacity=301))
+        other = copy.deepcopy(state)
+        y = mixer.step(x[:, 300], state)
+        mixer.prune = None
+        torch.testing.assert_close(y, mixer.step(x[:, 300], other), rtol=0.0, atol=0.0)
+
+
+@torch.no_grad()
+def test_a_pruned_step_over_a_state_of_another_type():
+    mixer = make({"preset": "pro", "prune": 1e-3})
+    state = mixer.init_state(1, capacity=4, dtype=torch.float32)
+    assert mixer.step(torch.randn(1, DIM, dtype=torch.float64), state).isfinite().all()
+
+
+@torch.no_grad()
 def test_a_token_that_may_be_seen_is_never_dropped():
     """With open gates nothing is unreachable, and a fixed state fills."""
     mixer = make({"preset": "pro", "prune": 1e-6, "drop_pruned": True})

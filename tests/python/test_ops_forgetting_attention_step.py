@@ -186,6 +186,44 @@ def test_pruned_step_reads_no_more_than_it_must(
     assert torch.equal(ops.forgetting_attention_step(**a, **pruned), o)
 
 
+@pytest.mark.parametrize(("window", "past"), [(None, 0.01), (5000, 0.01), (None, -0.01)])
+def test_pruned_step_finds_the_oldest_key_of_a_long_cache(
+    window: int | None, past: float, device: str
+) -> None:
+    """Gates fall evenly, so that the last key that stays lies thousands of keys back, behind
+    several tiles of the search; one gate that falls by log(prune / T) hides what is older, and a
+    hundredth less does not."""
+    time, prune, head_dim = 7000, 1e-3, 16
+    rng = torch.Generator().manual_seed(5)
+    k = torch.nn.functional.normalize(torch.randn(1, time, 2, head_dim, generator=rng), dim=-1)
+    q = torch.nn.functional.normalize(torch.randn(1, 2, head_dim, generator=rng), dim=-1)
+    k[:, -1] = q  # so that the query's score of its own key is the largest there can be
+    v = torch.randn(1, time, 2, head_dim, generator=rng)
+    gates = torch.zeros(1, time, 2)
+    limit = -math.log(prune / time) + head_dim**-0.5 * 1e-4  # and the slack for rounding
+    gates[0, 2000, 0] = -(limit + past)  # what lies before key 2000 goes, or stays
+    gates[0, :, 1] = -0.004
+    a = {"q": q, "k_cache": k, "v_cache": v, "gate_cache": gates}
+    a = {name: t.to(device) for name, t in a.items()}
+    pruned = {
+        "lengths": torch.tensor([time], dtype=torch.int32, device=device),
+        "prune": prune,
+        "key_norms": torch.ones(1, 2, device=device),
+        "window": window,
+    }
+    o = ops.forgetting_attention_step(**a, **pruned)
+    oldest = 0 if window is None else time - window
+    even = time - 1 - int(limit / 0.004)  # the oldest key that stays of the second head
+    for name in ("k_cache", "v_cache"):
+        a[name][0, : max(oldest, 2000), 0] = torch.nan
+        a[name][0, : max(oldest, even - 2), 1] = torch.nan
+    found = ops.forgetting_attention_step(**a, **pruned)
+    assert found[0, 0].isnan().any() == (past < 0)
+    assert torch.equal(found[0, 1], o[0, 1])
+    a["v_cache"][0, even + 2, 1] = torch.nan  # stays
+    assert ops.forgetting_attention_step(**a, **pruned)[0, 1].isnan().any() == (even + 2 >= oldest)
+
+
 def test_pruned_step_of_a_gate_that_is_nan_leaves_out_nothing(device: str) -> None:
     a, norms = pruned_inputs((2, 2), 16, torch.float32, 900, device)
     lengths = torch.full((4,), 900, dtype=torch.int32, device=device)

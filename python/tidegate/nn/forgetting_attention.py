@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ._attention_base import Layout, SoftmaxAttention, attend_by_op, attend_state_by_op
+from ._attention_base import HeadNorm, Layout, SoftmaxAttention, attend_by_op, attend_state_by_op
 from ._attention_state import AttentionState
 from ._common import (
+    RMSNorm,
     bounded_gate,
     bounded_log_gate,
     check_choice,
@@ -34,7 +35,7 @@ _LONG = re.compile(rf"long:({_NUMBER}):({_NUMBER})")
 # are dropped then weigh less than prune together, for as long as there are fewer than 2^32.
 _LOG_MOST_TOKENS = 32 * math.log(2)
 # Of the keys of a cache on a GPU, where pruning begins to pay.
-_LEAST_PRUNED_BYTES = 1 << 26
+LEAST_PRUNED_BYTES = 1 << 26
 
 
 def _parse_init(gate_init: object, heads: int) -> tuple[float, float] | GateInit | None:
@@ -50,6 +51,14 @@ def _parse_init(gate_init: object, heads: int) -> tuple[float, float] | GateInit
         return float(match[1]), float(match[2])
     also = "'zero', 'long:T_min:T_max' with numbers above 0, "
     return parse_gate_init("ForgettingAttention", text, heads, also)
+
+
+def _bounds_its_rows(norm: nn.Module | None) -> bool:
+    """Whether what `norm` makes is bounded by its weights: that of an RMS norm is, that of another
+    module in its place, or of a norm whose results a hook changes, may not be."""
+    if type(norm) not in (RMSNorm, nn.RMSNorm, HeadNorm) or norm.weight is None:
+        return False
+    return not (norm._forward_hooks or "forward" in vars(norm))
 
 
 class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
@@ -257,7 +266,8 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
         prune = key_norms = None
         if self._prunes_steps(state):
             prune = self.prune
-            key_norms = self._longest_row(self.k_norm).expand(state.k.shape[0], state.k.shape[2])
+            longest = self._longest_row(self.k_norm).to(state.gates.dtype)
+            key_norms = longest.expand(state.k.shape[0], state.k.shape[2])
         o = ops.forgetting_attention_step(
             q[:, 0].to(state.k.dtype),
             state.k,
@@ -274,15 +284,15 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
         """Without a norm nothing is known of keys that are not read, so all of them are; and where
         a cache is small on a GPU, since there it takes less time to read all of it than to find out
         what to. A program that is compiled or exported serves caches of any size."""
-        if self.prune is None or self.k_norm is None:
+        if self.prune is None or not _bounds_its_rows(self.k_norm):
             return False
         if not state.k.is_cuda or torch.compiler.is_compiling():
             return True
-        return state.k.nbytes >= _LEAST_PRUNED_BYTES
+        return state.k.nbytes >= LEAST_PRUNED_BYTES
 
     def _unreachable(self, state: AttentionState) -> Tensor | None:
         behind = super()._unreachable(state)
-        if not self.drop_pruned:
+        if not (self.drop_pruned and all(map(_bounds_its_rows, (self.q_norm, self.k_norm)))):
             return behind
         longest = [self._longest_row(norm) for norm in (self.q_norm, self.k_norm)]
         bound = longest[0] * longest[1] / math.sqrt(self.head_dim)  # of |q.k| / sqrt(D)
