@@ -93,11 +93,11 @@ struct ForgettingAttentionBackwardParams {
 
 /// One query a batch row, the last of lengths[b] tokens, against a cache.
 ///
-/// With `prune`, keys are left out whose weights are proven to be below prune together. The query's
-/// score of its own key is known, and scale |q| key_norms is no less than that of any key before
-/// its gates are added; so a key weighs at most exp(scale |q| key_norms + c_p - c_j - own score),
-/// and all that are older weigh less. Those from which on this is below prune / capacity are not
-/// read.
+/// With `prune`, the oldest keys are left out if their weights are proven to be below prune
+/// together. The query's score of its own key is known, and scale |q| key_norms is no less than
+/// that of any key before its gates are added; so exp(scale |q| key_norms + c_p - c_j - own score)
+/// bounds key j's weight, and only falls from a key to an older one. Where it is below prune /
+/// capacity for every query head of a head of keys, that key and all older ones are not read.
 struct ForgettingAttentionStepParams {
   SequenceLayout layout = {};  // B, 1, B: the queries
   int64_t heads = 0;           // Hq

@@ -1,8 +1,8 @@
 #pragma once
 
-// Pruning of a decoding step: which keys are left out, found in a launch of its own, before any key
-// is read. What it needs is small: the gates, from the newest key back until no older key can
-// matter, the query and its own key.
+// Pruning of a decoding step: which keys are left out, found in a launch of its own, before any
+// older key is read. What it needs is small: the gates, from the newest key back until no older key
+// can matter, the query and its own key.
 //
 // A block takes one key/value head. For each of its query heads it adds up gates tile by tile, a
 // thread a few keys in a row, and stops behind the tile in which their sum has fallen far enough.

@@ -338,10 +338,10 @@ __global__ void __launch_bounds__(32)
   let_next_kernel_begin();
   using Warp = TensorStepWarp<E, kDim, kStages>;
   using Head = TensorStepHead<E, kDim, kStages>;
-  // Where keys are pruned, the kernel before says where splits lie. Elsewhere
-  // the length is that before the last token or after it. Whichever it is, the first tiles of a
-  // split far from the end are those of before: far enough that no line of the first-level cache,
-  // which gates come through, holds a gate that is yet to be written.
+  // Where keys are pruned, the kernel before says where splits lie. Elsewhere the length is that
+  // before the last token or after it. Whichever it is, the first tiles of a split far from the end
+  // are those of before: far enough that no line of the first-level cache, which gates come
+  // through, holds a gate that is yet to be written.
   constexpr int64_t kFar = 32;
   const int32_t* const length = p.lengths + blockIdx.z;
   int64_t begin = 0, end = 0;
