@@ -36,7 +36,8 @@ std::optional<std::pair<double, double>> parse_init(const std::string& text, int
   return std::nullopt;
 }
 
-// Of the keys of a cache on a GPU, where pruning begins to pay: 64 MB.
+// A step prunes on a GPU where a cache has at least so many bytes of keys: below, looking for what
+// to read takes longer than reading all of it.
 constexpr size_t kLeastPrunedBytes = size_t{1} << 26;
 
 // At least as long as any row that a norm makes of `width` channels: max|w| sqrt(width) by its

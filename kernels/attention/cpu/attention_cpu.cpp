@@ -293,15 +293,17 @@ void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
   const auto length_of = [&](int64_t b) {
     return std::clamp<int64_t>(params.lengths[b], 0, params.capacity);
   };
+  const auto oldest_in_window = [&](int64_t b) {
+    return params.window > 0 ? std::max<int64_t>(length_of(b) - params.window, 0) : 0;
+  };
   // The parts of a head of keys of sequence b that hold what is read: [first, last).
   const auto parts = [&](int64_t b, int64_t key_head) {
     struct {
       int64_t length, oldest, first, last;
     } range;
     range.length = length_of(b);
-    range.oldest = params.prune > 0    ? first_keys[b * params.key_heads + key_head]
-                   : params.window > 0 ? std::max<int64_t>(range.length - params.window, 0)
-                                       : 0;
+    range.oldest =
+        params.prune > 0 ? first_keys[b * params.key_heads + key_head] : oldest_in_window(b);
     range.first = range.oldest / kStepSplit;
     range.last = ceil_div(range.length, kStepSplit);
     return range;
@@ -319,8 +321,8 @@ void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
   if (params.prune > 0) {
     run(params.layout.batch * params.key_heads, params.capacity * group, [&](int64_t i) {
       const int64_t b = i / params.key_heads, key_head = i % params.key_heads;
-      first_keys[i] =
-          static_cast<int32_t>(kernels.first_step_key(params, b, key_head, length_of(b)));
+      first_keys[i] = static_cast<int32_t>(
+          kernels.first_step_key(params, b, key_head, oldest_in_window(b), length_of(b)));
     });
   }
   run(params.layout.batch * params.key_heads * splits,
@@ -334,7 +336,6 @@ void forgetting_attention_step_cpu(const ForgettingAttentionStepParams& params,
         item.key_head = key_head;
         item.begin = std::max(split * kStepSplit, range.oldest);
         item.end = std::min((split + 1) * kStepSplit, range.length);
-        item.length = range.length;
         item.partial = partial(b, key_head * group, split);
         item.partial_stride = splits * stride;
         kernels.step(params, item);

@@ -78,11 +78,11 @@ void attention_finish(const ForgettingAttentionBackwardParams& grads, const Atte
 }
 
 int64_t attention_first_step_key(const ForgettingAttentionStepParams& params, int64_t batch,
-                                 int64_t key_head, int64_t length) {
+                                 int64_t key_head, int64_t oldest, int64_t length) {
   int64_t first = length;
   with_data_types(params.q.dtype, [&](auto state, auto data) {
-    first = StepPart<TypeOf<decltype(state)>, TypeOf<decltype(data)>>::first_key(params, batch,
-                                                                                 key_head, length);
+    first = StepPart<TypeOf<decltype(state)>, TypeOf<decltype(data)>>::first_key(
+        params, batch, key_head, oldest, length);
   });
   return first;
 }

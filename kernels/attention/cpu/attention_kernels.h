@@ -63,7 +63,6 @@ struct StepItem {
   int64_t key_head = 0;
   int64_t begin = 0;  // keys
   int64_t end = 0;
-  int64_t length = 0;       // of the sequence
   void* partial = nullptr;  // [group][step_partial()]: o, maximum, sum, total of the part's gates
   int64_t partial_stride = 0;
 };
@@ -88,9 +87,9 @@ struct AttentionKernels {
   /// dlog_f of one head, and its dq in q's dtype, when both sums are complete.
   void (*finish)(const ForgettingAttentionBackwardParams&, const AttentionWork&,
                  const AttentionHead&);
-  /// The oldest key that pruning leaves of one head of keys, of the sequence's `length`.
+  /// The oldest key that pruning leaves of one head of keys, of [oldest, length).
   int64_t (*first_step_key)(const ForgettingAttentionStepParams&, int64_t batch, int64_t key_head,
-                            int64_t length);
+                            int64_t oldest, int64_t length);
   void (*step)(const ForgettingAttentionStepParams&, const StepItem&);
   /// o of one query head from `parts` partial results, the oldest first.
   void (*combine_step)(const ForgettingAttentionStepParams&, int64_t batch, int64_t head,

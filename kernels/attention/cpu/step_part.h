@@ -14,11 +14,12 @@ struct StepPart {
   static constexpr int kBlock = kLanes<R>;  // keys that are scored together
 
   /// The oldest key that one of the query heads of `key_head` may see in spite of pruning: gates
-  /// are added up from the newest key back, until their sum has fallen far enough for each of them.
+  /// are added up from the newest key back to `oldest`, until their sum has fallen far enough for
+  /// each of them.
   static TIDEGATE_NOINLINE int64_t first_key(const ForgettingAttentionStepParams& params,
-                                             int64_t batch, int64_t key_head, int64_t length) {
+                                             int64_t batch, int64_t key_head, int64_t oldest,
+                                             int64_t length) {
     const int64_t group = params.heads / params.key_heads;
-    const int64_t oldest = params.window > 0 && length > params.window ? length - params.window : 0;
     int64_t first = length;
     for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
       const double least = least_fade(params, batch, key_head, head, length);
@@ -66,14 +67,11 @@ struct StepPart {
     const HeadRows<const E> values(params.v, item.batch, 0, item.key_head);
     const GateRows<R, const R> gates(params.log_f, item.batch, 0, head);
     const R scale = static_cast<R>(params.scale);
-    const int64_t oldest = params.window > 0 && item.length - params.window > item.begin
-                               ? item.length - params.window
-                               : item.begin;
     for_each_vector<R>(width, [&](int64_t n, auto extent) { store<R>(o + n, Vec<R>{}, extent); });
     R maximum = -static_cast<R>(__builtin_inf()), total = 0;
     double between = 0;  // the gates after a key, up to the part's end
-    for (int64_t end = item.end; end > oldest; end -= kBlock) {
-      const int64_t begin = end - kBlock > oldest ? end - kBlock : oldest;
+    for (int64_t end = item.end; end > item.begin; end -= kBlock) {
+      const int64_t begin = end - kBlock > item.begin ? end - kBlock : item.begin;
       Vec<R> scores[kBlock];
       for (int64_t j = begin; j < begin + kBlock; ++j) {
         Vec<R> products{};

@@ -46,7 +46,7 @@ struct Splits {
   __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch, int64_t key_head)
       : Splits(p, batch, key_head, p.lengths[batch]) {}
 
-  /// The same with a length that was read before.
+  /// `tokens` is the sequence's length as the caller has read it, so that it is not read again.
   __device__ Splits(const ForgettingAttentionStepParams& p, int64_t batch, int64_t key_head,
                     int32_t tokens) {
     length = max(int64_t{0}, min(int64_t{tokens}, p.capacity));

@@ -27,6 +27,7 @@ from ..nn._common import (
 )
 from ..nn._recompute import recomputing
 from ._files import read_tensors, read_text, write_atomically, write_tensors
+from ._inputs import IGNORED
 from ._json import parse_json
 from .config import LMConfig
 from .registry import make_mixer
@@ -363,13 +364,20 @@ def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     model.load_state_dict(tensors, strict=True, assign=True)
 
 
-def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean of -log p(label) over the labels that are not -100; zero when there is none."""
+def mean_cross_entropy(
+    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Mean of -log p(label) over the labels that are not -100; zero when there is none. The other
+    two mean what they mean to `tidegate.ops.linear_cross_entropy`, for logits that exist."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     logits, labels = logits.flatten(0, -2), labels.flatten().long()
-    total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    return total / (labels != -100).sum().clamp(min=1)
+    how = {"ignore_index": IGNORED, "label_smoothing": label_smoothing, "reduction": "sum"}
+    total = F.cross_entropy(logits, labels, **how)
+    kept = labels != IGNORED
+    if z_loss:
+        total = total + z_loss * logits.logsumexp(-1).square().where(kept, 0.0).sum()
+    return total / kept.sum().clamp(min=1)
 
 
 def embedding_std(config: LMConfig) -> float:

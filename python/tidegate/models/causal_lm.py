@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn._common import Linear, make_linear, normal_
+from ..nn._common import Linear, is_hooked, make_linear, normal_
 from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_own_labels
-from .block import Model, Output, embedding_std, refuse_sharded
+from .block import Model, Output, embedding_std, mean_cross_entropy, refuse_sharded
 from .config import LMConfig
 from .generating import continued
 from .sampling import SamplingOptions, whole
@@ -74,8 +74,7 @@ class CausalLM(Model):
         and no hook is on it."""
         head = self.head
         return head is None or (
-            type(head).forward in (nn.Linear.forward, Linear.forward)
-            and not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+            type(head).forward in (nn.Linear.forward, Linear.forward) and not is_hooked(head)
         )
 
     def _loss(self, x: Tensor, labels: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
@@ -85,7 +84,7 @@ class CausalLM(Model):
             bias = None if self.head is None else self.head.bias
             how = {"label_smoothing": label_smoothing, "z_loss": z_loss}
             return ops.linear_cross_entropy(x, self._head_weight(), labels, bias, **how)
-        return _loss_of_logits(self.head(x), labels.long(), label_smoothing, z_loss)
+        return mean_cross_entropy(self.head(x), labels, label_smoothing, z_loss)
 
     def forward(
         self,
@@ -223,20 +222,6 @@ class CausalLM(Model):
         options.check("CausalLM.generate")
         new = continued(self, ids, lengths, max_new_tokens, options, eos)
         return append(ids, lengths, new, 0 if eos is None else eos)
-
-
-def _loss_of_logits(
-    logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float
-) -> Tensor:
-    """What `tidegate.ops.linear_cross_entropy` makes, of logits ``[B, T, vocab]`` that exist."""
-    logits, labels = logits.flatten(0, -2), labels.flatten()
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    kept = labels != IGNORED
-    how = {"ignore_index": IGNORED, "label_smoothing": label_smoothing, "reduction": "sum"}
-    loss = F.cross_entropy(logits, labels, **how)
-    if z_loss:
-        loss = loss + z_loss * logits.logsumexp(-1).square().where(kept, 0.0).sum()
-    return loss / kept.sum().clamp(min=1)
 
 
 def next_labels(ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

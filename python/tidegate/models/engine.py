@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._library import load
-from ..nn._common import Linear
+from ..nn._common import Linear, is_hooked
 from .config import LMConfig
 
 load()
@@ -99,7 +99,7 @@ def _tensors(model: nn.Module, blueprint: _Blueprint) -> list[Tensor] | None:
     shapes: list[tuple[str, torch.Size]] = []
     count = 0
     for prefix, module in model.named_modules():
-        if _is_hooked(module):
+        if is_hooked(module):
             return None
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
@@ -138,7 +138,3 @@ def _is_as_built(module: nn.Module, expected: tuple[type, dict[str, Any]] | None
         name not in attributes and name not in _IRRELEVANT and hasattr(type(module), name)
         for name in given
     )
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -140,15 +140,21 @@ def are_all_listened_to() -> bool:
     return bool(_modules._has_any_global_hook())
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of this module does more than its class says: a hook sees what goes in or
+    comes out, or accelerate has put a `forward` of its own there."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
+
+
 def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
     """Whether it is of one of these very classes, with parameters that are its own whole tensors
     and nobody listening to its calls: then one op may do its work together with a neighbour's."""
     return (
         type(module) in classes
         and not are_all_listened_to()
-        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not is_hooked(module)
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and "forward" not in vars(module)  # what accelerate puts there
         and all(p is None or type(p) is nn.Parameter for p in module._parameters.values())
     )
 
@@ -194,11 +200,7 @@ def stacked_rows(linear: nn.Linear) -> list[int]:
 def is_its_weight(linear: nn.Module) -> bool:
     """Whether a call of this linear layer does nothing but multiply by its weight. An adapter in
     its place (PEFT's LoRA) adds to that, hooks may change it, and accelerate brings the weight."""
-    return (
-        type(linear) in (nn.Linear, Linear)
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
-        and "forward" not in vars(linear)  # what accelerate puts there
-    )
+    return type(linear) in (nn.Linear, Linear) and not is_hooked(linear)
 
 
 def weight_of(linear: nn.Module, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from ._common import (
     check_choice,
     check_switch,
     constant_,
+    is_hooked,
     is_number,
     make_linear,
     reset_linear,
@@ -34,7 +35,8 @@ _LONG = re.compile(rf"long:({_NUMBER}):({_NUMBER})")
 # A pruned cache drops a token where its weight in any query to come is below prune / 2^32: all that
 # are dropped then weigh less than prune together, for as long as there are fewer than 2^32.
 _LOG_MOST_TOKENS = 32 * math.log(2)
-# Of the keys of a cache on a GPU, where pruning begins to pay.
+# A step prunes on a GPU where a cache has at least so many bytes of keys: below, looking for what
+# to read takes longer than reading all of it.
 LEAST_PRUNED_BYTES = 1 << 26
 
 
@@ -58,7 +60,7 @@ def _bounds_its_rows(norm: nn.Module | None) -> bool:
     module in its place, or of a norm whose results a hook changes, may not be."""
     if type(norm) not in (RMSNorm, nn.RMSNorm, HeadNorm) or norm.weight is None:
         return False
-    return not (norm._forward_hooks or "forward" in vars(norm))
+    return not is_hooked(norm)
 
 
 class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):

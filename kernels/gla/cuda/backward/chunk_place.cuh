@@ -72,7 +72,7 @@ struct ChunkPlace {
         key_slices(static_cast<int>(key_dim) / kSlice),
         value_slices(static_cast<int>(value_dim) / kSlice) {}
 
-  /// The same place, worked out anew, so that the compiler keeps no part of it in registers.
+  /// Works this place out anew, so that the compiler keeps no part of it in registers.
   __device__ ChunkPlace again() const {
     return ChunkPlace(key_slices * kSlice, value_slices * kSlice, rows);
   }

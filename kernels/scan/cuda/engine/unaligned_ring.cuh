@@ -202,7 +202,7 @@ class UnalignedCopies {
     const int step = lane_of_part / threads, piece = lane_of_part % threads;
     word_ = step | piece * kPieceBytes | (lane - lane_of_part) << 8 | sharing << 16;
   }
-  /// The same copies in a word that the compiler takes apart anew.
+  /// Returns these copies with a word that the compiler has to take apart anew.
   __device__ UnalignedCopies unpacked() const {
     UnalignedCopies copies = *this;
     asm volatile("" : "+r"(copies.word_));  // or its parts are kept from chunk to chunk

@@ -24,7 +24,8 @@ __device__ inline float binary_above(float x, float exponent) {
 __device__ inline float median_of_three(float a, float b, float c) {
   return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
 }
-/// Of four, neither the smallest nor the largest is the median of all five.
+/// Four numbers without their smallest and largest one leave two: the median of these and the fifth
+/// number is that of all five.
 __device__ inline float median_of_five(float a, float b, float c, float d, float e) {
   return median_of_three(fmaxf(fminf(a, b), fminf(c, d)), fminf(fmaxf(a, b), fmaxf(c, d)), e);
 }
