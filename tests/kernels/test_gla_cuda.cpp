@@ -243,9 +243,10 @@ TEST_P(GlaCudaTensorCore, EveryRow) {
   }
 }
 
-// Long enough for the planner to divide time, with more than a key tile of K.
+// Long enough for the planner to divide time, with more than a key tile of K; from the fifth shape
+// on in whole tiles of keys and columns, for which logits have a kernel of their own.
 TEST_P(GlaCudaTensorCore, Segments) {
-  for (uint32_t i = 0; i < 4; ++i) {
+  for (uint32_t i = 0; i < 7; ++i) {
     GlaShape shape = vary(i);
     shape.batch = shape.heads = 1;
     shape.time = 1100;
@@ -254,6 +255,11 @@ TEST_P(GlaCudaTensorCore, Segments) {
     if (i >= 2) {
       shape.value_dim = i == 2 ? 21 : 22;
       shape.offsets = {0, 0, 5, 600, 600, 1100};
+    }
+    if (i >= 4) {
+      shape.key_dim = i == 4 ? 128 : 256;
+      shape.value_dim = i == 6 ? 256 : 128;
+      if (i == 5) shape.offsets.clear();
     }
     GlaProblem problem(shape);
     kernels::gla::GlaParams params = problem.forward_params();
@@ -417,13 +423,14 @@ class GlaCudaSanitize : public GlaCudaTensorCore {};
 
 TEST_P(GlaCudaSanitize, Tiny) {
   for (const GlaPath path : {GlaPath::kPlain, GlaPath::kTensorCore}) {
-    for (uint32_t i = 0; i < 2; ++i) {
+    for (uint32_t i = 0; i < 3; ++i) {
+      if (i == 2 && path == GlaPath::kPlain) continue;
       GlaShape shape = vary(6 + i);
       shape.has_states = true;
       shape.batch = shape.heads = 1;
       shape.time = i == 0 ? 35 : 600;  // in segments
-      shape.key_dim = i == 0 ? 144 : 32;
-      shape.value_dim = 16;
+      shape.key_dim = i == 0 ? 144 : i == 1 ? 32 : 128;
+      shape.value_dim = i == 2 ? 128 : 16;
       if (i == 1) pack(&shape, 0);
       GlaProblem problem(shape);
       GlaOnDevice device(problem, path);

@@ -19,6 +19,7 @@
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/forward/compute_warps.cuh"
+#include "kernels/gla/cuda/forward/segment_maps.cuh"
 #include "kernels/gla/forward_rows.h"
 #include "kernels/gla/gla_cuda.h"
 
@@ -234,6 +235,13 @@ cudaError_t launch_tensor_forward(TensorForward work, cudaStream_t stream) {
 template <class Data, GateKind kKind>
 cudaError_t TensorForwardUnit<Data, kKind>::launch(const TensorForward& work, bool maps,
                                                    cudaStream_t stream) {
+  if constexpr (kKind == GateKind::kLogit) {
+    DeviceLimits limits;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+    if (maps && segment_maps_fit(work, limits.shared_bytes)) {
+      return launch_segment_maps<Data>(work, stream);
+    }
+  }
   const auto with_tile = [&]<class Gate, int kKeys>() {
     if (maps) {
       return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kMaps>(work, stream);
