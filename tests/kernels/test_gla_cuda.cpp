@@ -243,10 +243,11 @@ TEST_P(GlaCudaTensorCore, EveryRow) {
   }
 }
 
-// Long enough for the planner to divide time, with more than a key tile of K; from the fifth shape
-// on in whole tiles of keys and columns, for which logits have a kernel of their own.
+// Long enough for the planner to divide time, with more than a key tile of K. Logits as narrow as
+// the data have a kernel of their own for whole tiles of keys and columns, from the fifth shape on.
 TEST_P(GlaCudaTensorCore, Segments) {
-  for (uint32_t i = 0; i < 7; ++i) {
+  const bool own_kernel = shape_.logits() && shape_.gate == shape_.dtype;
+  for (uint32_t i = 0; i < (own_kernel ? 7 : 4); ++i) {
     GlaShape shape = vary(i);
     shape.batch = shape.heads = 1;
     shape.time = 1100;
@@ -257,9 +258,11 @@ TEST_P(GlaCudaTensorCore, Segments) {
       shape.offsets = {0, 0, 5, 600, 600, 1100};
     }
     if (i >= 4) {
+      shape.time = 600;
       shape.key_dim = i == 4 ? 128 : 256;
       shape.value_dim = i == 6 ? 256 : 128;
-      if (i == 5) shape.offsets.clear();
+      shape.offsets.clear();
+      if (i == 4) shape.offsets = {0, 0, 5, 300, 300, 600};
     }
     GlaProblem problem(shape);
     kernels::gla::GlaParams params = problem.forward_params();
@@ -428,7 +431,7 @@ TEST_P(GlaCudaSanitize, Tiny) {
       GlaShape shape = vary(6 + i);
       shape.has_states = true;
       shape.batch = shape.heads = 1;
-      shape.time = i == 0 ? 35 : 600;  // in segments
+      shape.time = i == 0 ? 35 : i == 1 ? 600 : 512;  // in segments
       shape.key_dim = i == 0 ? 144 : i == 1 ? 32 : 128;
       shape.value_dim = i == 2 ? 128 : 16;
       if (i == 1) pack(&shape, 0);
