@@ -50,7 +50,7 @@ def test_blocks_on_two_gpus(name: str, tmp_path: Path) -> None:
     parts = [n for n, m in model.named_modules() if n.count(".") == 1 and n != "model.blocks"]
     places = dict.fromkeys([*parts, "model.blocks.0", "lm_head"], 0) | {"model.blocks.1": 1}
     divided = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places)
-    assert divided.model.blocks[1].mixer.out_proj.weight.device.index == 1
+    assert divided.model.blocks[1].glu.in_proj.weight.device.index == 1
     model = model.cuda()
     ids, mask = (each.cuda() for each in left_padded(6, 2, 4))
     with torch.no_grad():
