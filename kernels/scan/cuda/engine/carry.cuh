@@ -8,9 +8,10 @@
 
 namespace tidegate::kernels::scan {
 
-/// The warps for which a multiprocessor has registers: 65536 are 128 for each thread of 16 warps.
-/// So many a block may have; where an SM has several, they share the 16 (launch.cuh). Kernels are
-/// compiled for 128 registers whatever the warps of a launch (__launch_bounds__).
+/// The warps for which a multiprocessor has registers: 65536 are 128 for each thread of 16 warps. A
+/// block has at most that many warps; where an SM has several blocks, these share the 16
+/// (launch.cuh). Kernels are compiled for 128 registers whatever the warps of a launch
+/// (__launch_bounds__).
 constexpr int kMaxWarps = 16;
 
 /// A warp's place in its warp group (the warps of a block, or half of them), and the warp group's
@@ -20,7 +21,8 @@ struct WarpPosition {
   int lane;
   int rank, warp_groups;
 
-  /// Otherwise the compiler finds them anew wherever a carry warp waits.
+  /// Keeps warp and lane in registers. Otherwise the compiler computes both anew wherever a carry
+  /// warp waits.
   __device__ void keep_in_registers() { asm("" : "+r"(warp), "+r"(lane)); }
 };
 

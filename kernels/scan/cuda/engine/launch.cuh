@@ -29,7 +29,7 @@ ScanChains chains_of(const SequenceLayout& layout, int64_t channels, int8_t shar
   return ScanChains::of(layout.sequences, channels, kWarpSize * Op::kVec, sharing);
 }
 
-/// As many compute warps of a warp group as have room, `most` or fewer.
+/// How many compute warps of a warp group have room, `most` or fewer.
 template <class Op, ScanMode kMode>
 int warps_that_fit(int most, const DeviceLimits& limits) {
   while (most > 1 && SharedLayout<Op, kMode>::bytes(most) > limits.shared_bytes) {
@@ -85,10 +85,10 @@ int most_warps(const ScanSize& size, const DeviceLimits& limits) {
   return warps_that_fit<Op, ScanMode::kSingleBlock>(most, limits);
 }
 
-/// Its warps: where rings hold all chunks of every sequence at once, so many that each has as many
-/// chunks. With a few chunks more than warps, a state would else pass all warps again, and each of
-/// them copy and decode a chunk that does not exist. (Packed sequences may be longer than the
-/// mean.)
+/// How many warps a single-block scan has. Where rings hold all chunks of every sequence at once,
+/// this many give each warp equally many chunks. With a few chunks more than warps, a state would
+/// else pass all warps again, and each of them copy and decode a chunk that does not exist. (Packed
+/// sequences may be longer than the mean.)
 template <class Op>
 int even_warps(const SequenceLayout& layout, int64_t chunks, int most) {
   const int64_t iterations = ceil_div(chunks, most);
@@ -97,9 +97,9 @@ int even_warps(const SequenceLayout& layout, int64_t chunks, int most) {
              : most;
 }
 
-/// As many blocks a sequence as the device holds, or fewer that do with as many iterations; so few
-/// that each makes `iterations` of them, where the sequence is long enough. Leaves the plan alone
-/// where they do not fit.
+/// Plans as many blocks a sequence as the device holds, or fewer where these do with as many
+/// iterations, and so few that each makes `iterations` of them, where the sequence is long enough.
+/// Leaves the plan alone where the blocks do not fit.
 template <class Op>
 cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, int iterations,
                              ScanPlan* plan) {

@@ -108,10 +108,10 @@ struct CarryWorkspace {
 template <class Op>
 struct alignas(16) MultiBlockShared {
   // With prefix maps all compute warps are handed the state that enters the tile, and each the map
-  // of the chunks before its own, in the place of its own. That is so where maps are small (equal
-  // decays, or single-float ones) and where compute warps are many (a pipelined scan has up to 15).
-  // Else (7 compute warps, two-float decays that differ) each is handed the state that enters its
-  // chunk: maps are large, and a state crosses few of them quickly.
+  // of the chunks before its own, in the place of its own. Prefix maps are used where maps are
+  // small (equal decays, or single-float ones) and where compute warps are many (a pipelined scan
+  // has up to 15). Otherwise (7 compute warps, two-float decays that differ) each warp is handed
+  // the state that enters its chunk: maps are large, and a state crosses few of them quickly.
   static constexpr int kComputeWarps = WarpGroupShape<Op>::kComputeWarps;
   static constexpr bool kPrefixMaps =
       Op::kEqualDecays || is_pipelined<Op>() || Op::kSingleFloatDecay;
@@ -280,7 +280,8 @@ struct CarryWarp {
     }
   }
 
-  /// To the first warp group of the next carry group, after the group's map `through`.
+  /// Sends the state, after the carry group's map `through`, to the first warp group of the next
+  /// carry group.
   __device__ void send_state(const Number (&state)[Op::kVec], const Map& through, int next,
                              int iteration) const {
     Number leaving[Op::kVec];

@@ -74,7 +74,7 @@ struct SharedLayout {
   static __host__ __device__ constexpr int staging(int warps) {
     return kRings + kWarpGroups * warps * RingOf<Op>::kBytes;
   }
-  /// With so many compute warps a warp group.
+  /// All bytes, where a warp group has this many compute warps.
   static __host__ __device__ constexpr int bytes(int warps) {
     return staging(warps) + kWarpGroups * warps * staging_bytes<Op>();
   }

@@ -40,7 +40,8 @@ using E = __nv_bfloat16;
 constexpr int kVec = 2;  // channels of a thread
 constexpr int kRowThreads = kTile / kVec;
 constexpr int kLeastBlocks = kBatchRows * kRowThreads / kThreads;  // then a thread has one row
-// So much shared memory leaves room for a block of the product before it: else more blocks share.
+// A block with this much shared memory leaves room for a block of the product before it. Where a
+// block would need more, more blocks share the channels.
 constexpr int kMostBytes = 150 << 10;
 
 /// Kinds of numbers that a channel has of the product.
@@ -253,7 +254,8 @@ struct TokenPair {
     return square;
   }
 
-  /// Over the cluster's channels of the row, for the next product.
+  /// Leaves the sum of squares over the cluster's channels of a row, for the norm of the next
+  /// product.
   __device__ __forceinline__ void leave_square(float mine) const {
 #pragma unroll
     for (int distance = kRowThreads / 2; distance > 0; distance /= 2) {
