@@ -16,8 +16,9 @@
 // one stage of queries, a third barrier after dk frees it, and the next copies start there.
 //
 // The gate c enters relative to the block's last key (QueryTiles::reference). In the default pass
-// the sums of dS over rows and over columns are sums of the same fp32 values, see docs/numerics_ops.md;
-// in a deterministic one, the row sums are those of query_gradient_kernel, which computes dS again.
+// the sums of dS over rows and over columns are sums of the same fp32 values, see
+// docs/numerics_ops.md; in a deterministic one, the row sums are those of query_gradient_kernel,
+// which computes dS again.
 //
 // What stands where in the loop is measured: two warps a scheduler hide nothing, so whatever is not
 // a product stands between products, without a branch. Compare the machine code after an edit
