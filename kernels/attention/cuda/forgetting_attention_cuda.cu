@@ -99,6 +99,10 @@ int64_t count_of(const ForgettingAttentionParams& p) {
 template <class Scan>
 cudaError_t run(const Scan& scan, double* totals, cudaStream_t stream) {
   const GateChunks<Scan> chunks(scan, totals);
+  if (chunks.adds_up_alone()) {
+    return launch_early<&short_gate_scan_kernel<Scan>>(dim3(chunks.blocks()), kGateChunk, 0, stream,
+                                                       chunks);
+  }
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&gate_totals_kernel<Scan>, chunks.blocks(),
                                                     kGateChunk, 0, stream, chunks));
   return launch_unless_empty(&gate_scan_kernel<Scan>, chunks.blocks(), kGateChunk, 0, stream,
@@ -177,8 +181,8 @@ bool tensor_cores_take(const ForgettingAttentionParams& p) {
                                             time_tiles(p.key_layout, kLeastTile).count);
   return is_16_bit(p.q.dtype) && p.head_dim % 8 == 0 && p.head_dim >= 16 &&
          p.head_dim <= kMaxAttentionHeadDim && rows_aligned(p.q, 16) && rows_aligned(p.k, 16) &&
-         rows_aligned(p.v, 16) && rows_aligned(p.o, 16) && blocks <= kLargestGrid &&
-         p.window < kLargestGrid;
+         rows_aligned(p.v, 16) && (p.o_dim > 0 || rows_aligned(p.o, 16)) &&
+         blocks <= kLargestGrid && p.window < kLargestGrid;
 }
 
 int64_t score_bounds_bytes(const ForgettingAttentionParams& p, bool of_queries) {

@@ -290,10 +290,15 @@ struct ForwardWarp {
     __syncwarp();
     softmax.store_smem(own, at.lane);
     __syncwarp();
-    char* const o = row_address<2>(at.p.o, at.queries, at.head, at.place.tile.first);
-    store_tile<kDim, Shape::kWarpRows, 32>(o + static_cast<int64_t>(row) * row_stride<2>(at.p.o),
-                                           row_stride<2>(at.p.o), own, at.rows - row, at.pieces,
-                                           at.lane);
+    const int stride = row_stride<2>(at.p.o);
+    char* const o = row_address<2>(at.p.o, at.queries, at.head, at.place.tile.first) +
+                    static_cast<int64_t>(row) * stride;
+    if (at.p.o_dim > 0) {
+      store_narrow_tile<kDim, 32>(o, stride, own, min(Shape::kWarpRows, at.rows - row),
+                                  static_cast<int>(at.p.o_dim), at.lane);
+    } else {
+      store_tile<kDim, Shape::kWarpRows, 32>(o, stride, own, at.rows - row, at.pieces, at.lane);
+    }
   }
 };
 
@@ -330,6 +335,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     forgetting_attention_forward_kernel(const __grid_constant__ TensorAttention w) {
   constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kPart = Shape::kPart;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
+  wait_for_kernels_before();  // the scan of gates
   const ForwardShared<Shape> shared(shared_bytes);
   const TileAndHead place(w.tiles, w.params.forward.heads, w.side_by_side, blockIdx.x, true);
   if (place.tile.tokens == 0) {
@@ -396,7 +402,7 @@ cudaError_t launch_forward(TensorAttention work, const DeviceLimits& limits, cud
   work.side_by_side =
       heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocksPerSm);
   const int64_t blocks = work.tiles.count * work.params.forward.heads;
-  return launch_unless_empty(kKernel, blocks, Shape::kThreads, Shape::kSharedBytes, stream, work);
+  return launch_early<kKernel>(blocks, Shape::kThreads, Shape::kSharedBytes, stream, work);
 }
 
 template <class Data, HeadDims kDims>
