@@ -58,8 +58,8 @@ struct AffineMap {
     }
   }
 
-  /// What differs from chunk to chunk where all decays are equal; and the map of such a chunk, with
-  /// the decay of this one.
+  /// What differs from chunk to chunk where all decays are equal; and the map that such an added
+  /// part makes with the decay of this map.
   struct Added {
     Number x[kVec];
   };
@@ -216,7 +216,7 @@ struct CarryChainShared {
       carry[kMaxWarps];  // the state that enters a warp's chunk
   uint64_t carry_ready[kMaxWarps];
 
-  /// Nothing here; wkv4's multi-block carry has something to prepare from the Op.
+  /// A single-block carry has nothing to prepare from the Op; wkv4's multi-block carry has.
   __device__ void prepare(const Op&, const WarpPosition&) const {}
   __device__ void init(const WarpPosition& at) {
     if (at.lane == 0) {

@@ -110,7 +110,7 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
   if (size.chains > resident) {
     return cudaSuccess;
   }
-  // One block in one iteration: its warp groups' tiles together.
+  // The steps of one block in one iteration: its warp groups' tiles together.
   const int64_t block_chunks = WarpGroupShape<Op>::kWarpGroups * warps;
   const int64_t block_tiles = ceil_div(size.chunks, block_chunks);
   const int64_t most = std::clamp<int64_t>(block_tiles / iterations, 1, resident / size.chains);
@@ -124,7 +124,7 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
   return cudaSuccess;
 }
 
-/// One recurrence in the tile configurations of the three regimes.
+/// The Ops of one recurrence in the tile configurations of the three regimes.
 template <class Recurrence, template <class> class Rowed>
 struct OpsOfRegimes {
   template <Regime kRegime>
@@ -219,7 +219,7 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
 ///   Op<Rowed, kPack, kRegime>  the Op over packs of kPack channels, in the configuration of a
 ///                              regime; its elements are Rowed<T>, Aligned or Unaligned
 ///   kVec                       the pack that makes four bytes
-///   tensors(params)            those with a time axis
+///   tensors(params)            the tensors with a time axis
 template <class Recurrence, class Params>
 struct ScanRecurrence {
   /// The Op of the sequential scan. (A template, since Recurrence is not yet complete here.)

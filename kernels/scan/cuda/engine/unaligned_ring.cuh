@@ -158,7 +158,7 @@ struct UnalignedChain {
       tile = (in_group - shared_tiles) % tiles;
     }
   }
-  /// Lanes of each sequence.
+  /// How many lanes each sequence has.
   __device__ int lanes() const { return kWarpSize >> sharing; }
   /// Where there are fewer than 2^sharing, lanes left over repeat the last one.
   __device__ int64_t sequence_of(int lane, const SequenceLayout& layout) const {

@@ -127,7 +127,7 @@ struct TokenPair {
     return (row * kParts + part) * channels + channel;
   }
 
-  /// What no kernel writes.
+  /// Reads the parameters, which no kernel of the chain writes.
   __device__ __forceinline__ void load_constants() {
     const HgruParams& step = p.token.step;
 #pragma unroll 1
@@ -211,7 +211,8 @@ struct TokenPair {
     }
   }
 
-  /// The step; writes the state and y. The pair's squares of h.
+  /// Makes the step of the pair of channels, writes the state and y, and returns the sum of the
+  /// squares of h.
   __device__ __forceinline__ float step() const {
     const HgruParams& step = p.token.step;
     float h[kParts][kVec], y[kParts][kVec], square = 0.0f;
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const BatchWork work(s);
   char* const x = product::aligned_panels(dynamic);
   float* const parts = reinterpret_cast<float*>(x + s.parts_at);
-  // Sums of squares lie behind the sums: there were x and the weights.
+  // Sums of squares lie behind the sums, where x and the weights were.
   float* const exchanged = reinterpret_cast<float*>(x + s.parts_at + s.parts_bytes);
   char* const constants = x + s.main_bytes;
   const auto weights = [&](int column) -> const E* {

@@ -18,7 +18,7 @@
 
 namespace tidegate::kernels::scan {
 
-/// exp(-w) for some number of steps, as a factor in two floats.
+/// A decay exp(-w) over some number of steps, as a factor in two floats.
 template <int kVec>
 struct Wkv4Decay {
   float hi[kVec], lo[kVec];
@@ -37,7 +37,7 @@ struct Wkv4Decay {
   }
 };
 
-/// Sums of the channels of a thread, or another pair of numbers a channel.
+/// The sums y and z of a thread's channels, or another pair of numbers a channel.
 template <int kVec>
 struct alignas(8 * kVec) Wkv4Sums {
   float y[kVec], z[kVec];
