@@ -68,7 +68,6 @@ struct ForgettingAttentionParams {
   HeadSeries v = {};               // [B, Tk, Hkv, D] in q.dtype
   HeadSeries log_f = {};           // [B, Tk, Hq], any strides, in q.dtype or the state type
   HeadSeries o = {};               // [B, Tq, Hq, D] in q.dtype, written; backward: read
-  int64_t o_dim = 0;               // columns of o, where zeros were added to those of q, k, v; or 0
   void* lse = nullptr;             // [B, Hq, Tq] contiguous, state type, written; backward: read
   AttentionPath path = AttentionPath::kAuto;  // a request, honoured or refused by the planner
   ForgettingAttentionPlan plan = {};

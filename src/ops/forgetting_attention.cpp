@@ -169,32 +169,31 @@ TensorTuple<2> ForgettingAttention::meta() const {
   return {new_like(q), new_state(q, {q.sym_size(0), q.sym_size(2), q.sym_size(1)})};
 }
 
-/// Writes o and lse, whose head dimension may be smaller than that of q, k and v.
-void run_forward(const ForgettingAttention& a, const at::Tensor& o, const at::Tensor& lse) {
-  KernelInputs read(a.q);
-  kernels::attention::ForgettingAttentionParams params = attention_params(a, &read);
-  params.o = head_series(o);
-  params.o_dim = o.size(3) < params.head_dim ? o.size(3) : 0;
-  params.lse = lse.data_ptr();
-  Launch(kOpName<ForgettingAttention>, &params, o).run();
-}
-
 TensorTuple<2> ForgettingAttention::kernel() const {
+  if (wants_padding({q, k, v})) {
+    check_attention(*this);
+    const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
+    WidthCopies copies(kOpName<ForgettingAttention>);
+    const at::Tensor queries = copies.widened(q, wide), keys = copies.widened(k, wide),
+                     values = copies.widened(v, wide);
+    copies.run();
+    const auto [o, lse] =
+        ForgettingAttention{
+            queries, keys,       values,       log_f, attention_scale(scale, head_dim),
+            window,  cu_seqlens, cu_seqlens_k, prune}
+            .kernel();
+    const at::Tensor narrow = copies.narrowed(o, head_dim);
+    copies.run();
+    return {narrow, lse};
+  }
   auto results = meta();
   check_attention_values(*this);
   const auto& [o, lse] = results;
-  if (!wants_padding({q, k, v})) {
-    run_forward(*this, o, lse);
-    return results;
-  }
-  const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
-  WidthCopies copies(kOpName<ForgettingAttention>);
-  const at::Tensor queries = copies.widened(q, wide), keys = copies.widened(k, wide),
-                   values = copies.widened(v, wide);
-  copies.run();
-  run_forward({queries, keys, values, log_f, attention_scale(scale, head_dim), window, cu_seqlens,
-               cu_seqlens_k, prune},
-              o, lse);
+  KernelInputs read(q);
+  kernels::attention::ForgettingAttentionParams params = attention_params(*this, &read);
+  params.o = head_series(o);
+  params.lse = lse.data_ptr();
+  Launch(kOpName<ForgettingAttention>, &params, o).run();
   return results;
 }
 

@@ -181,8 +181,8 @@ bool tensor_cores_take(const ForgettingAttentionParams& p) {
                                             time_tiles(p.key_layout, kLeastTile).count);
   return is_16_bit(p.q.dtype) && p.head_dim % 8 == 0 && p.head_dim >= 16 &&
          p.head_dim <= kMaxAttentionHeadDim && rows_aligned(p.q, 16) && rows_aligned(p.k, 16) &&
-         rows_aligned(p.v, 16) && (p.o_dim > 0 || rows_aligned(p.o, 16)) &&
-         blocks <= kLargestGrid && p.window < kLargestGrid;
+         rows_aligned(p.v, 16) && rows_aligned(p.o, 16) && blocks <= kLargestGrid &&
+         p.window < kLargestGrid;
 }
 
 int64_t score_bounds_bytes(const ForgettingAttentionParams& p, bool of_queries) {

@@ -143,8 +143,7 @@ __global__ void __launch_bounds__(32 * kWarps) plain_forward_kernel(const PlainA
     }
     add_rows(weight, count, at.v, first, dim, sums);
   }
-  write_row(sums, total == Real(0) ? Real(0) : Real(1) / total,
-            p.o_dim > 0 ? static_cast<int>(p.o_dim) : dim,
+  write_row(sums, total == Real(0) ? Real(0) : Real(1) / total, dim,
             AttentionRows<E>(p.o, at.queries.batch, at.queries.start, head).row(i));
   if (lane == 0) {
     static_cast<Real*>(p.lse)[at.query_at + i] =

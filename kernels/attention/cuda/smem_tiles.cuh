@@ -288,18 +288,4 @@ __device__ __forceinline__ void store_tile(char* global, int row_bytes, const un
   }
 }
 
-/// The first `columns` of so many rows, whose addresses have any alignment.
-template <int kColumns, int kThreads>
-__device__ __forceinline__ void store_narrow_tile(char* global, int row_bytes,
-                                                  const unsigned char* tile, int rows, int columns,
-                                                  int thread) {
-#pragma unroll 1
-  for (int at = thread; at < rows * columns; at += kThreads) {
-    const int row = at / columns, column = at % columns;
-    auto* const to = reinterpret_cast<uint16_t*>(global + static_cast<int64_t>(row) * row_bytes);
-    to[column] = reinterpret_cast<const uint16_t*>(
-        tile + Tile16Bit<kColumns>::offset(row, column / 8))[column % 8];
-  }
-}
-
 }  // namespace tidegate::kernels::attention

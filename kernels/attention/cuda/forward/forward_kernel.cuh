@@ -290,15 +290,10 @@ struct ForwardWarp {
     __syncwarp();
     softmax.store_smem(own, at.lane);
     __syncwarp();
-    const int stride = row_stride<2>(at.p.o);
-    char* const o = row_address<2>(at.p.o, at.queries, at.head, at.place.tile.first) +
-                    static_cast<int64_t>(row) * stride;
-    if (at.p.o_dim > 0) {
-      store_narrow_tile<kDim, 32>(o, stride, own, min(Shape::kWarpRows, at.rows - row),
-                                  static_cast<int>(at.p.o_dim), at.lane);
-    } else {
-      store_tile<kDim, Shape::kWarpRows, 32>(o, stride, own, at.rows - row, at.pieces, at.lane);
-    }
+    char* const o = row_address<2>(at.p.o, at.queries, at.head, at.place.tile.first);
+    store_tile<kDim, Shape::kWarpRows, 32>(o + static_cast<int64_t>(row) * row_stride<2>(at.p.o),
+                                           row_stride<2>(at.p.o), own, at.rows - row, at.pieces,
+                                           at.lane);
   }
 };
 

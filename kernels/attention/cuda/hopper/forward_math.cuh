@@ -139,21 +139,6 @@ struct ForwardMath {
     }
   }
 
-  /// Eight columns of a row of o, one by one where these are fewer than those of q.
-  __device__ __forceinline__ void store_pack(char* row, int piece, const uint32_t (&x)[4]) const {
-    if (p.o_dim == 0) {
-      *reinterpret_cast<uint4*>(row + piece * 16) = uint4{x[0], x[1], x[2], x[3]};
-      return;
-    }
-    auto* const to = reinterpret_cast<uint16_t*>(row);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      if (const int column = piece * 8 + e; column < p.o_dim) {
-        to[column] = static_cast<uint16_t>(x[e / 2] >> (e % 2 * 16));
-      }
-    }
-  }
-
   /// The outputs, from registers: the four lanes of a row exchange pairs of columns, until each has
   /// eight neighbouring ones.
   __device__ __forceinline__ void store_o(const Softmax& softmax, const ForwardItem& item) const {
@@ -173,7 +158,7 @@ struct ForwardMath {
         }
         hopper::transpose_quad(x, part);
         if (of_item < item.rows && j + part < pieces) {
-          store_pack(to, j + part, x);
+          *reinterpret_cast<uint4*>(to + (j + part) * 16) = uint4{x[0], x[1], x[2], x[3]};
         }
       }
     }
