@@ -189,16 +189,23 @@ __global__ void __launch_bounds__(kGateChunk)
   chunks.scan_chunk(blockIdx.x);
 }
 
-/// The whole scan, where a block adds up the chunks before its own.
+/// The whole scan, where a block adds up the chunks before its own. Beside a kernel before that it
+/// does not depend on, it only ends later than that one: what follows may depend on both.
 template <class Scan>
 __global__ void __launch_bounds__(kGateChunk)
     short_gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
   let_next_kernel_begin();
-  wait_for_kernels_before();
+  const bool is_independent = !Scan::kReverse && chunks.scan.p.log_f_is_older;
+  if (!is_independent) {
+    wait_for_kernels_before();
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     chunks.scan.begin();
   }
   chunks.template scan_chunk<true>(blockIdx.x);
+  if (is_independent) {
+    wait_for_kernels_before();
+  }
 }
 
 using GateGradientChunks = GateChunks<GateGradientScan<float>>;

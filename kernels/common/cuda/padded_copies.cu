@@ -168,8 +168,8 @@ __device__ inline void with_word(int bytes, Visit visit) {
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_padded_kernel(const __grid_constant__ Work all) {
-  let_next_kernel_begin();
   wait_for_kernels_before();
+  let_next_kernel_begin();
   int which = 0;
   while (which + 1 < all.count && all.of[which + 1].first_block <= static_cast<int>(blockIdx.x)) {
     ++which;
