@@ -78,10 +78,10 @@ struct ForgettingAttentionParams {
 /// Gradients of ForgettingAttentionParams, from the inputs, o and lse.
 /// With P_ij = exp(s_ij - lse_i) and dS_ij = P_ij (do_i . v_j - do_i . o_i + dlse_i),
 /// dlog_f_u is the sum of dS_ij over j < u <= p. It is formed from sums of dS over rows and over
-/// columns, one scan over time at the end: see docs/numerics.md. In the default pass both are sums
-/// of the same values, and so they are in a deterministic pass of the Hopper kernels, which puts
-/// additions in order. That of the portable tensor-core kernels computes dS twice, equal up to fp32
-/// rounding (pruned: up to what is dropped).
+/// columns, one scan over time at the end: see docs/numerics_ops.md. In the default pass both are
+/// sums of the same values, and so they are in a deterministic pass of the Hopper kernels, which
+/// puts additions in order. That of the portable tensor-core kernels computes dS twice, equal up to
+/// fp32 rounding (pruned: up to what is dropped).
 struct ForgettingAttentionBackwardParams {
   ForgettingAttentionParams forward = {};  // inputs, o, lse; plan and workspace of this pass
   HeadSeries d_o = {};                     // [B, Tq, Hq, D] in q.dtype; strides may be zero

@@ -28,7 +28,7 @@ struct FewRowsParams {
   int64_t stride_y = 0;
 };
 
-/// So many rows share one pass over w; more take more passes.
+/// How many rows share one pass over w; a product of more rows takes more passes.
 constexpr int64_t kFewRows = 4;
 
 /// Bound by reading w. A row of y has the same bits whatever the other rows are, and however many.

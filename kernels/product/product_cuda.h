@@ -12,10 +12,11 @@ constexpr int64_t kPortableFusedRows = 16, kMostFusedRows = 64;
 /// More rows than these take the kernel of the batch product, where it takes them.
 constexpr int64_t kFewFusedRows = 5;
 
-/// Whether fused_product_cuda takes them on the current device: 16-bit numbers in packs of 16
-/// bytes, up to kMostFusedRows rows that fit a block's shared memory beside the weights under way.
+/// Whether fused_product_cuda takes these params on the current device: 16-bit numbers in packs of
+/// 16 bytes, up to kMostFusedRows rows that fit a block's shared memory beside the weights under
+/// way.
 [[nodiscard]] cudaError_t fused_product_fits(const FusedProductParams& params, bool* fits);
-/// How many rows it takes on the current device.
+/// How many rows fused_product_cuda takes on the current device.
 [[nodiscard]] cudaError_t most_fused_rows(int64_t* rows);
 
 /// Bound by reading w, for a few rows. A row of y has the same bits whatever the other rows are,

@@ -6,7 +6,7 @@
 
 namespace tidegate::kernels::sampling {
 
-/// One block has one row: bound by latency at a few rows, a small part of the step before it.
+/// Bound by latency at a few rows, where it is a small part of the step before it.
 [[nodiscard]] cudaError_t sample_cuda(const SamplingParams& params, cudaStream_t stream);
 
 }  // namespace tidegate::kernels::sampling

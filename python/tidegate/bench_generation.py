@@ -19,7 +19,7 @@ import torch
 
 from . import _library
 from .models import CausalLM, LMConfig, presets
-from .nn.forgetting_attention import LEAST_PRUNED_BYTES
+from .nn._common import LEAST_PRUNED_BYTES
 from .training.errors import UserError
 from .training.runtime import resolve_device
 

@@ -364,7 +364,7 @@ TensorMap Decoder::save(int64_t slot) const {
   const auto row = static_cast<int64_t>(b.row_of("Decoder.save", slot, /*must_go_on=*/true));
   const Unrecorded unrecorded;
   const auto [state, logits] = b.engine->read_row(row);
-  return pack_state({state, logits, b.rows[static_cast<size_t>(row)].ids});
+  return pack_state({state, logits, b.rows[static_cast<size_t>(row)].ids}, b.model->config);
 }
 
 }  // namespace tidegate::models

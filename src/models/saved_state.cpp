@@ -2,8 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <cstring>
+#include <set>
 #include <string>
 
+#include "src/models/json.h"
 #include "src/models/row_states.h"
 #include "src/nn/shape_text.h"
 #include "src/ops/checks.h"
@@ -12,6 +15,62 @@ namespace tidegate::models {
 namespace {
 
 using torch::Tensor;
+
+constexpr const char* kConfig = "config";
+
+/// What a state depends on of a model's configuration.
+Json state_config(const LMConfig& config) {
+  Json fields = parse_json(config.to_json());
+  for (const char* of_training : {"dropout", "init_std"}) fields.erase(of_training);
+  return fields;
+}
+
+/// A value as Python's repr() writes it.
+std::string python_text(const Json& value) {
+  if (!value.is_structured()) return shown(value);
+  std::string text;
+  for (const auto& [key, item] : value.items()) {
+    if (!text.empty()) text += ", ";
+    text += (value.is_object() ? shown(key) + ": " : "") + python_text(item);
+  }
+  return value.is_object() ? "{" + text + "}" : "[" + text + "]";
+}
+
+/// The configuration of the model that made `saved`; null where nothing says it.
+Json saved_config(const char* owner, const TensorMap& saved) {
+  const auto found = saved.find(kConfig);
+  if (found == saved.end()) return nullptr;
+  TORCH_CHECK_VALUE(found->second.scalar_type() == at::kByte && found->second.dim() == 1, owner,
+                    ": saved: '", kConfig, "': expected uint8 [bytes], a JSON text; got ",
+                    ops::dtype_name(found->second.scalar_type()), " ",
+                    nn::shape_text(found->second));
+  const Tensor bytes = found->second.to(at::kCPU).contiguous();
+  Json config;
+  try {
+    config = parse_json({reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>()),
+                         static_cast<size_t>(bytes.numel())});
+  } catch (const JsonError& error) {
+    TORCH_CHECK_VALUE(false, owner, ": saved: '", kConfig, "': ", error.what());
+  }
+  TORCH_CHECK_VALUE(config.is_object(), owner, ": saved: '", kConfig, "': expected an object; got ",
+                    shown(config));
+  return config;
+}
+
+void refuse_other_model(const char* owner, const TensorMap& saved, const LMConfig& config) {
+  const Json theirs = saved_config(owner, saved);
+  if (theirs.is_null()) return;
+  const Json ours = state_config(config);
+  std::set<std::string> names;
+  for (const Json* fields : {&ours, &theirs}) {
+    for (const auto& [name, value] : fields->items()) names.insert(name);
+  }
+  for (const std::string& name : names) {
+    const Json wanted = ours.value(name, Json()), given = theirs.value(name, Json());
+    TORCH_CHECK_VALUE(wanted == given, owner, ": saved: expected the prefix of a model with ", name,
+                      " = ", python_text(wanted), "; got one with ", python_text(given));
+  }
+}
 
 std::string place_name(size_t layer, size_t place) {
   return "layers." + std::to_string(layer) + "." + std::to_string(place);
@@ -53,7 +112,7 @@ void check_counts(const char* owner, size_t layer, const TensorMap& saved,
 
 }  // namespace
 
-TensorMap pack_state(const SavedState& saved) {
+TensorMap pack_state(const SavedState& saved, const LMConfig& config) {
   TensorMap out;
   for (size_t k = 0; k < saved.state.size(); ++k) {
     for (size_t i = 0; i < saved.state[k].size(); ++i) {
@@ -62,11 +121,16 @@ TensorMap pack_state(const SavedState& saved) {
   }
   out.emplace("logits", saved.logits.to(at::kCPU).contiguous());
   out.emplace("tokens", at::tensor(saved.tokens, at::kLong));
+  const std::string text = state_config(config).dump();
+  const Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  out.emplace(kConfig, bytes);
   return out;
 }
 
 SavedState unpack_state(const char* owner, const TensorMap& saved, const CausalLMImpl& model,
                         at::Device device) {
+  refuse_other_model(owner, saved, model.config);
   SavedState out;
   for (size_t k = 0; k < model.blocks->size(); ++k) {
     const Tensor& first = saved_tensor(owner, saved, place_name(k, 0));

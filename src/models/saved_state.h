@@ -15,11 +15,15 @@ struct SavedState {
   std::vector<int64_t> tokens;  // what it has read
 };
 
-/// layers.{k}.{i}, logits, tokens: contiguous, on the CPU.
-TensorMap pack_state(const SavedState& saved);
+/// layers.{k}.{i}, logits, tokens: contiguous, on the CPU. And config: the bytes of the JSON text
+/// of what the state depends on of the configuration, which is all but what training alone reads.
+TensorMap pack_state(const SavedState& saved, const LMConfig& config);
 
 /// The reverse, on the model's device. Throws c10::ValueError, beginning with `owner`, for what is
-/// not a state of this model.
+/// not a state of this model: where `config` says that a model of another configuration made it
+/// (states of HGRN and LRU have the same shapes, and those of windows, whatever they are), or a
+/// tensor is not as the model makes it. What has no `config`, as from before 2026-11, is looked at
+/// tensor by tensor alone.
 SavedState unpack_state(const char* owner, const TensorMap& saved, const CausalLMImpl& model,
                         at::Device device);
 

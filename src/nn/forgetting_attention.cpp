@@ -36,10 +36,6 @@ std::optional<std::pair<double, double>> parse_init(const std::string& text, int
   return std::nullopt;
 }
 
-// A step prunes on a GPU where a cache has at least so many bytes of keys: below, looking for what
-// to read takes longer than reading all of it.
-constexpr size_t kLeastPrunedBytes = size_t{1} << 26;
-
 // At least as long as any row that a norm makes of `width` channels: max|w| sqrt(width) by its
 // weights w, of all heads; a hundredth more covers that rows are rounded, to bf16 at worst.
 Tensor longest_row(const Norm& norm, int64_t width) {
@@ -152,7 +148,8 @@ Tensor ForgettingAttentionImpl::attend_step(const Tensor& q, const AttentionStat
   // cache is small on a GPU: there it takes less time to read all of it than to find out what to.
   std::optional<double> prune;
   OptionalTensor key_norms;
-  const bool is_worth_it = !state.k.is_cuda() || state.k.nbytes() >= kLeastPrunedBytes;
+  const bool is_worth_it =
+      !state.k.is_cuda() || static_cast<int64_t>(state.k.nbytes()) >= kLeastPrunedBytes;
   if (options.prune() && k_norm && is_worth_it) {
     prune = options.prune();
     key_norms = longest_row(k_norm, switches_.head_dim)

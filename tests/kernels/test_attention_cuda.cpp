@@ -15,11 +15,6 @@
 namespace tidegate::testing {
 namespace {
 
-bool no_device() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) != cudaSuccess || count == 0;
-}
-
 /// A problem's tensors on the device, and params that point there.
 class AttentionOnDevice {
  public:

@@ -22,11 +22,6 @@ constexpr int64_t kTimes[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 409
 const InputActivation kActivations[] = {InputActivation::kNone, InputActivation::kSilu,
                                         InputActivation::kSigmoid};
 
-bool no_device() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) != cudaSuccess || count == 0;
-}
-
 enum class Form : uint8_t { kDecays, kDecayAHead, kLogits };
 
 using Param = std::tuple<DType, bool, Form>;  // bool: gates in the state's type

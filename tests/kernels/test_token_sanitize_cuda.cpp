@@ -1,84 +1,27 @@
-// The kernels of a token, for compute-sanitizer and beside the CPU: tiny shapes, each kernel once
-// or twice, by blocks that share a row or a head where the device has clusters.
+// The kernels of a token but for attention's, for compute-sanitizer and beside the CPU: tiny
+// shapes, each kernel once or twice, by blocks that share a row or a head where the device has
+// clusters.
 
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
-#include <random>
-#include <string>
 #include <vector>
 
-#include "kernels/attention/append_cuda.h"
-#include "kernels/attention/attention_step_cuda.h"
-#include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/gla/gla_cuda.h"
 #include "kernels/gla/token_product_cuda.h"
 #include "kernels/gla/token_step_cuda.h"
 #include "kernels/product/product_cuda.h"
 #include "kernels/sampling/sampling_cuda.h"
 #include "kernels/scan/hgru_token_cuda.h"
-#include "support/device_mirror.h"
-#include "support/typed_series.h"
+#include "support/token_device.h"
 
 namespace tidegate::testing {
 namespace {
 
-using kernels::HeadSeries;
-using kernels::TimeSeries;
-
 constexpr DType kHalf = DType::kBFloat16;
 
-bool no_device() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) != cudaSuccess || count == 0;
-}
-
-/// Normal numbers in rows side by side: the same for the same arguments. (A copy of a series lies
-/// otherwise in its buffer.)
-TypedSeries numbers(DType dtype, int64_t rows, int64_t columns, double size = 1,
-                    uint64_t seed = 1) {
-  TypedSeries made(dtype, 1, rows, columns);
-  std::mt19937_64 engine(seed + static_cast<uint64_t>(31 * rows + columns));
-  std::normal_distribution<double> normal(0, size);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; ++c) made.set(r, c, normal(engine));
-  }
-  return made;
-}
-
-double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-
-/// Host numbers that are copied to the device and back.
-struct Device : DeviceMirror {
-  using DeviceMirror::add;
-  template <class T>
-  void add(std::vector<T>& all) {
-    DeviceMirror::add(all.data(), all.size() * sizeof(T));
-  }
-  template <class T>
-  T* at(T* host) const {
-    translate(host);
-    return host;
-  }
-  void finish() const {
-    check_cuda(cudaDeviceSynchronize(), "kernels");
-    download();
-  }
-};
-
-/// Heads side by side, of which `data` is the first element.
-HeadSeries heads_of(const TypedSeries& t, const void* data, int64_t dim) {
-  const int64_t stride = t.columns();
-  return {const_cast<void*>(data), stride, stride, dim, t.dtype()};
-}
-TimeSeries row_of(const TypedSeries& t, const void* data) {
-  const int64_t stride = t.columns();
-  return {const_cast<void*>(data), stride, stride, t.dtype()};
-}
-
 /// The norm of x and its product with w, [outer, inner], both on the device.
-void set_normed_product(const Device& device, const TypedSeries& x, const TypedSeries& w,
+void set_normed_product(const TokenDevice& device, const TypedSeries& x, const TypedSeries& w,
                         kernels::product::FusedProductParams* params) {
   kernels::product::FewRowsParams& product = params->product;
   product.rows = x.tokens();
@@ -106,7 +49,7 @@ TEST(TokenCudaSanitize, Hgrn2StepAndStepInAProduct) {
   TypedSeries state_written = numbers(DType::kFloat32, kRows * kHeads * kDim, kDim);
   TypedSeries state_deferred = numbers(DType::kFloat32, kRows * kHeads * kDim, kDim);
   TypedSeries written(kHalf, 1, kRows, kWidth), deferred(kHalf, 1, kRows, kWidth);
-  Device device;
+  TokenDevice device;
   for (TypedSeries* t : {&x, &w, &qfv, &apart, &joined, &gamma, &state, &state_joined,
                          &state_written, &state_deferred, &written, &deferred}) {
     device.add(*t);
@@ -189,7 +132,7 @@ TEST(TokenCudaSanitize, HgrnStepNormAndGate) {
   TypedSeries theta = numbers(DType::kFloat32, 1, kChannels);
   TypedSeries before = numbers(DType::kFloat32, kRows, kWidth);
   TypedSeries state = numbers(DType::kFloat32, kRows, kWidth);
-  Device device;
+  TokenDevice device;
   for (TypedSeries* t : {&c, &f, &gate, &y, &theta, &state}) device.add(*t);
   kernels::scan::HgruTokenParams p;
   p.step.layout.batch = p.step.layout.sequences = kRows;
@@ -242,7 +185,7 @@ TEST(TokenCudaSanitize, HgrnStepInAProduct) {
   TypedSeries joined = numbers(DType::kFloat32, kRows, kWidth);
   const int64_t parts = kernels::scan::hgru_square_parts(kChannels);
   std::vector<float> squares(static_cast<size_t>(64 * parts), 0.0f);
-  Device device;
+  TokenDevice device;
   for (TypedSeries* t : {&x, &w, &made, &y, &u, &theta, &state, &joined}) device.add(*t);
   device.add(squares);
   kernels::scan::HgruTokenProductParams params;
@@ -286,240 +229,6 @@ TEST(TokenCudaSanitize, HgrnStepInAProduct) {
   }
 }
 
-// ---- attention ----
-
-/// The projections of a token and the cache that it enters, in the host's memory and, after
-/// upload(), the device's.
-struct TokenAndCache {
-  int64_t rows, heads, key_heads, dim, capacity;
-  std::vector<int32_t> lengths;  // tokens held
-  float gate_bias;
-  std::vector<int64_t> seen = {lengths.begin(), lengths.end()};
-  std::vector<float> bias = std::vector<float>(static_cast<size_t>(heads), gate_bias);
-  TypedSeries projected = numbers(kHalf, rows, (heads + 2 * key_heads) * dim);
-  TypedSeries q = TypedSeries(kHalf, 1, rows, heads* dim);
-  TypedSeries k = numbers(kHalf, rows* capacity, key_heads* dim, 1, 6);
-  TypedSeries v = numbers(kHalf, rows* capacity, key_heads* dim, 1, 7);
-  TypedSeries log_f = numbers(DType::kFloat32, rows* capacity, heads, 0);
-  Device device = {};
-
-  void upload() {
-    for (TypedSeries* t : {&projected, &q, &k, &v, &log_f}) device.add(*t);
-    device.add(bias);
-    device.add(lengths);
-    device.add(seen);
-  }
-  /// A tensor of the cache, of which `data` is the first element.
-  HeadSeries cached(const TypedSeries& t, const void* data, int64_t width) const {
-    const int64_t stride = t.columns();
-    return {const_cast<void*>(data), capacity * stride, stride, width, t.dtype()};
-  }
-
-  /// What appends the token as it was projected: without norms, positions and shifts.
-  kernels::attention::AttentionAppendParams append_params() {
-    kernels::attention::AttentionAppendParams append;
-    append.batch = rows;
-    append.heads = append.gate_heads = heads;
-    append.key_heads = key_heads;
-    append.head_dim = dim;
-    append.capacity = capacity;
-    append.dtype = kHalf;
-    append.projected = device.at(projected.at(0, 0));
-    append.stride_projected = projected.columns();
-    append.gate_bias = device.at(bias.data());
-    append.q = device.at(q.at(0, 0));
-    append.k = cached(k, device.at(k.at(0, 0)), dim);
-    append.v = cached(v, device.at(v.at(0, 0)), dim);
-    append.log_f = cached(log_f, device.at(log_f.at(0, 0)), 1);
-    append.lengths = device.at(lengths.data());
-    append.seen = device.at(seen.data());
-    return append;
-  }
-  /// The step of the token that `append` has put into the cache; o is the caller's.
-  kernels::attention::ForgettingAttentionStepParams step_params(
-      const kernels::attention::AttentionAppendParams& append) const {
-    kernels::attention::ForgettingAttentionStepParams step;
-    step.layout.batch = step.layout.sequences = rows;
-    step.layout.time = 1;
-    step.heads = heads;
-    step.key_heads = key_heads;
-    step.head_dim = dim;
-    step.channels = heads * dim;
-    step.capacity = capacity;
-    step.scale = 0.125;
-    step.q = heads_of(q, append.q, dim);
-    step.k = append.k;
-    step.v = append.v;
-    step.log_f = append.log_f;
-    step.lengths = append.lengths;
-    return step;
-  }
-};
-
-/// One token into a cache, by more warps than a block has, then a step over it.
-TEST(TokenCudaSanitize, TokenIntoACacheAndStepOverIt) {
-  if (no_device()) GTEST_SKIP() << "no CUDA device";
-  constexpr int64_t kRows = 2, kHeads = 12, kKeyHeads = 4, kDim = 64, kCapacity = 200;
-  TokenAndCache at = {kRows, kHeads, kKeyHeads, kDim, kCapacity, {150, 3}, 2.0f};
-  TypedSeries mixes = numbers(kHalf, kRows, 2 * kKeyHeads);
-  TypedSeries last_k = numbers(kHalf, kRows, kKeyHeads * kDim, 1, 3);
-  TypedSeries last_v = numbers(kHalf, kRows, kKeyHeads * kDim, 1, 4);
-  TypedSeries weight = numbers(kHalf, 1, kDim, 1, 5);
-  TypedSeries o = at.q, expected = at.q;
-  at.upload();
-  Device& device = at.device;
-  for (TypedSeries* t : {&mixes, &last_k, &last_v, &weight, &o}) device.add(*t);
-  kernels::attention::AttentionAppendParams append = at.append_params();
-  append.mixes = device.at(mixes.at(0, 0));
-  append.stride_mixes = mixes.columns();
-  append.last_k = device.at(last_k.at(0, 0));
-  append.last_v = device.at(last_v.at(0, 0));
-  append.q_weight = append.k_weight = device.at(weight.at(0, 0));
-  append.eps = 1e-5;
-  append.theta = 10000;
-  check_cuda(kernels::attention::attention_append_cuda(append, nullptr), "append");
-  kernels::attention::ForgettingAttentionStepParams step = at.step_params(append);
-  step.o = heads_of(o, device.at(o.at(0, 0)), kDim);
-  plan_and_launch(
-      &step.plan, &step.workspace,
-      [&](auto* plan) { return kernels::attention::forgetting_attention_step_plan(step, plan); },
-      [&] { return kernels::attention::forgetting_attention_step(step, nullptr); });
-  device.finish();
-
-  EXPECT_EQ(at.lengths, (std::vector<int32_t>{151, 4}));
-  EXPECT_EQ(at.seen, (std::vector<int64_t>{151, 4}));
-  // The values' way is short: the mix of the last one and this one.
-  for (int64_t r = 0; r < kRows; ++r) {
-    const int64_t place = r * kCapacity + at.lengths[r] - 1;
-    for (int64_t i = 0; i < kKeyHeads * kDim; ++i) {
-      const double mix = sigmoid(mixes.get(r, kKeyHeads + i / kDim).real());
-      const double last = numbers(kHalf, kRows, kKeyHeads * kDim, 1, 4).get(r, i).real();
-      const double now = at.projected.get(r, (kHeads + kKeyHeads) * kDim + i).real();
-      ASSERT_NEAR(at.v.get(place, i).real(), mix * last + (1 - mix) * now, 0.03) << r << ", " << i;
-      ASSERT_EQ(last_v.get(r, i), now);
-    }
-    ASSERT_NEAR(at.log_f.get(place, 0).real(), std::log(sigmoid(2)), 1e-6);
-  }
-  // The step, on the CPU from the same cache.
-  step.q = heads_of(at.q, at.q.at(0, 0), kDim);
-  step.k = at.cached(at.k, at.k.at(0, 0), kDim);
-  step.v = at.cached(at.v, at.v.at(0, 0), kDim);
-  step.log_f = at.cached(at.log_f, at.log_f.at(0, 0), 1);
-  step.lengths = at.lengths.data();
-  step.o = heads_of(expected, expected.at(0, 0), kDim);
-  step.plan = kernels::attention::forgetting_attention_step_plan_cpu(step);
-  std::vector<char> scratch(static_cast<size_t>(step.plan.workspace_bytes) + 16);
-  step.workspace = scratch.data();
-  kernels::attention::forgetting_attention_step_cpu(step, kernels::ParallelFor{});
-  for (int64_t r = 0; r < kRows; ++r) {
-    for (int64_t i = 0; i < kHeads * kDim; ++i) {
-      ASSERT_NEAR(o.get(r, i).real(), expected.get(r, i).real(), 0.03) << r << ", " << i;
-    }
-  }
-}
-
-/// Keys are read before the token is in the cache, but for those near the end: the same bits as
-/// after it, for tokens that end a split and that begin one.
-TEST(TokenCudaSanitize, StepOverALongCacheThatIsSettled) {
-  if (no_device()) GTEST_SKIP() << "no CUDA device";
-  constexpr int64_t kHeads = 2, kDim = 64, kTokens = 5;
-  TokenAndCache at = {1, kHeads, kHeads, kDim, 4352, {4286}, 5.0f};
-  TypedSeries early(kHalf, 1, kTokens, kHeads * kDim), late = early;
-  at.upload();
-  Device& device = at.device;
-  for (TypedSeries* t : {&early, &late}) device.add(*t);
-  const kernels::attention::AttentionAppendParams append = at.append_params();
-  kernels::attention::ForgettingAttentionStepParams step = at.step_params(append);
-  const auto token = [&] {
-    for (int64_t i = 0; i < kTokens; ++i) {
-      if (const auto error = kernels::attention::attention_append_cuda(append, nullptr))
-        return error;
-      for (const bool is_settled : {true, false}) {
-        const TypedSeries& to = is_settled ? early : late;
-        step.o = heads_of(to, device.at(to.at(i, 0)), kDim);
-        const auto error = kernels::attention::attention_step(step, is_settled, nullptr);
-        if (error != cudaSuccess) return error;
-      }
-    }
-    return cudaSuccess;
-  };
-  plan_and_launch(
-      &step.plan, &step.workspace,
-      [&](auto* plan) { return kernels::attention::forgetting_attention_step_plan(step, plan); },
-      token);
-  device.finish();
-  EXPECT_EQ(at.lengths.front(), 4286 + kTokens);
-  EXPECT_NE(early.get(0, 0).real(), 0.0);
-  EXPECT_TRUE(early.same_bits(late));
-}
-
-/// Old keys are left out by every kernel of a step: by clusters, by splits of a long cache, and on
-/// CUDA cores; what they read is the CPU's choice of keys.
-TEST(TokenCudaSanitize, PrunedStep) {
-  if (no_device()) GTEST_SKIP() << "no CUDA device";
-  constexpr int64_t kHeads = 4, kKeyHeads = 2, kDim = 64, kRows = 2;
-  for (const auto& [capacity, path] : {std::pair{300, kernels::attention::AttentionPath::kAuto},
-                                       {4400, kernels::attention::AttentionPath::kAuto},
-                                       {300, kernels::attention::AttentionPath::kPlain}}) {
-    TypedSeries q = numbers(kHalf, kRows, kHeads * kDim), o = q, expected = q;
-    const int64_t places = kRows * int64_t{capacity};
-    TypedSeries k = numbers(kHalf, places, kKeyHeads * kDim, 1, 6);
-    TypedSeries v = numbers(kHalf, places, kKeyHeads * kDim, 1, 7);
-    TypedSeries log_f(DType::kFloat32, 1, places, kHeads);
-    for (int64_t t = 0; t < places; ++t) {
-      for (int64_t h = 0; h < kHeads; ++h) log_f.set(t, h, h < 2 ? -2.0 : -0.01);
-    }
-    std::vector<int32_t> lengths = {capacity, capacity - 77};
-    std::vector<float> norms = {20.0f, 20.0f};
-    Device device;
-    for (TypedSeries* t : {&q, &o, &k, &v, &log_f}) device.add(*t);
-    device.add(lengths);
-    device.add(norms);
-    const auto cache = [&](const TypedSeries& t, const void* data, int64_t dim) {
-      const int64_t stride = t.columns();
-      return HeadSeries{const_cast<void*>(data), capacity * stride, stride, dim, t.dtype()};
-    };
-    kernels::attention::ForgettingAttentionStepParams step;
-    step.layout.batch = step.layout.sequences = kRows;
-    step.layout.time = 1;
-    step.heads = kHeads;
-    step.key_heads = kKeyHeads;
-    step.head_dim = kDim;
-    step.channels = kHeads * kDim;
-    step.capacity = capacity;
-    step.scale = 0.125;
-    step.prune = 1e-3;
-    step.path = path;
-    const auto point = [&](auto at, TypedSeries& to) {
-      step.q = heads_of(q, at(q), kDim);
-      step.k = cache(k, at(k), kDim);
-      step.v = cache(v, at(v), kDim);
-      step.log_f = cache(log_f, at(log_f), 1);
-      step.o = heads_of(to, at(to), kDim);
-    };
-    point([&](const TypedSeries& t) { return device.at(t.at(0, 0)); }, o);
-    step.lengths = device.at(lengths.data());
-    step.key_norms = {device.at(norms.data()), 0, 0, 1, DType::kFloat32};
-    plan_and_launch(
-        &step.plan, &step.workspace,
-        [&](auto* plan) { return kernels::attention::forgetting_attention_step_plan(step, plan); },
-        [&] { return kernels::attention::forgetting_attention_step(step, nullptr); });
-    device.finish();
-    point([](const TypedSeries& t) { return t.at(0, 0); }, expected);
-    step.lengths = lengths.data();
-    step.key_norms.data = norms.data();
-    step.plan = kernels::attention::forgetting_attention_step_plan_cpu(step);
-    std::vector<char> scratch(static_cast<size_t>(step.plan.workspace_bytes) + 16);
-    step.workspace = scratch.data();
-    kernels::attention::forgetting_attention_step_cpu(step, kernels::ParallelFor{});
-    for (int64_t r = 0; r < kRows; ++r) {
-      for (int64_t i = 0; i < kHeads * kDim; ++i) {
-        ASSERT_NEAR(o.get(r, i).real(), expected.get(r, i).real(), 0.03) << r << ", " << i;
-      }
-    }
-  }
-}
-
 // ---- sampling ----
 
 /// Rows are drawn from by clusters of eight blocks, of two, and by one block each.
@@ -558,7 +267,7 @@ TEST(TokenCudaSanitize, SamplingDrawsTheCpusTokens) {
     p.window = 4;
     p.tokens = tokens.data();
     p.log_probs = log_probs.data();
-    Device device;
+    TokenDevice device;
     device.add(logits);
     device.add(settings);
     device.add(table);

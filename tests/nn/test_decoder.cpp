@@ -73,6 +73,32 @@ TEST(Decoder, SavedStatesAreAsGoodAsReading) {
   EXPECT_EQ(tokens[whole], tokens[other]);
 }
 
+// The states of these models have the same shapes.
+TEST(Decoder, RefusesThePrefixOfAnotherConfiguration) {
+  const Tensor ids = at::randint(0, 23, {6}, at::kLong);
+  CausalLM hgrn = made("hgrn"), lru = made("lru");
+  Decoder writer(hgrn, DecoderOptions(1)), reader(lru, DecoderOptions(1));
+  TensorMap saved = writer.save(writer.add(ids));
+  const auto error_of = [&] {
+    try {
+      reader.add_saved(saved, ids);
+    } catch (const c10::ValueError& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string("no error");
+  };
+  EXPECT_EQ(error_of(),
+            "Decoder.add_saved: saved: expected the prefix of a model with mixer = 'lru'; got one "
+            "with 'hgrn'");
+  EXPECT_EQ(reader.taken(), 0);
+  saved["config"] = at::zeros({2, 3}, at::kByte);
+  EXPECT_EQ(error_of(),
+            "Decoder.add_saved: saved: 'config': expected uint8 [bytes], a JSON text; got uint8 "
+            "(2, 3)");
+  saved["config"] = at::full({4}, '1', at::kByte);
+  EXPECT_EQ(error_of(), "Decoder.add_saved: saved: 'config': expected an object; got 1111");
+}
+
 // A token that a layer has no room for is dropped on the device, and its count says so.
 TEST(DecoderRows, SaysThatACacheWasFull) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device; the CPU checks each index";

@@ -486,6 +486,10 @@ def test_streaming():
         (lambda d, p: d.add(p, min_p=2.0), r"Decoder.add: min_p: expected in \[0, 1\]; got 2.0"),
         (lambda d, p: d.add(p, repetition_penalty=0.0), "repetition_penalty: expected > 0; got 0"),
         (
+            lambda d, p: d.add(p, temperature="0.5"),
+            "Decoder.add: temperature: expected a number >= 0; got '0.5'",
+        ),
+        (
             lambda d, p: d.add(p, max_new_tokens=0),
             "max_new_tokens: expected an integer >= 1; got 0",
         ),
@@ -537,10 +541,17 @@ def test_bad_decoders(options, message):
 def test_states_of_another_model(tmp_path):
     decoder = Decoder(make("hgrn2"), 1)
     decoder.save(decoder.add(prompts(3)[0]), tmp_path / "prefix")
-    # Without the note of the configuration, which would be compared first.
-    save_file(load_file(tmp_path / "prefix"), tmp_path / "prefix")
     torch.manual_seed(0)
     wider = CausalLM(LMConfig(mixer="hgrn2", vocab_size=VOCAB, dim=64, layers=2))
+    # Without the note of the configuration in the file's metadata, as C++ programs write prefixes.
+    saved = load_file(tmp_path / "prefix")
+    save_file(saved, tmp_path / "prefix")
+    message = r"add_saved: saved: expected the prefix of a model with dim = 64; got one with \d+$"
+    with pytest.raises(ValueError, match=message):
+        Decoder(wider, 1).load(tmp_path / "prefix")
+    # Without that among the tensors either, shapes and dtypes are compared.
+    del saved["config"]
+    save_file(saved, tmp_path / "prefix")
     with pytest.raises(ValueError, match=r"saved: 'layers.0.0': expected float32 .* got float64"):
         Decoder(wider, 1).load(tmp_path / "prefix")
     saved = load_file(tmp_path / "prefix")

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -119,9 +120,15 @@ def test_a_prefix_of_another_configuration_is_refused(tmp_path):
     ):
         saved(name)
         decoder = Decoder(make(other), 1)
-        with pytest.raises(ValueError, match=f"expected the prefix of a model with {field}"):
+        with pytest.raises(
+            ValueError, match=f"expected the prefix of a model with {field}"
+        ) as error:
             decoder.load(path)
         assert decoder.taken == 0
+        save_file(load_file(path), path)  # without metadata: the library looks, as for C++ programs
+        text = str(error.value).partition("expected the prefix")[2]
+        with pytest.raises(ValueError, match=f"add_saved: saved: expected.*{re.escape(text)}$"):
+            decoder.load(path)
     decoder = saved("fox")
     fewer = CausalLM(dataclasses.replace(decoder.model.config, layers=1)).double()
     with pytest.raises(ValueError, match="a model with layers = 1; got one with 2"):

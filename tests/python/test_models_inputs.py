@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -40,6 +41,14 @@ CALLS: dict[str, tuple[Callable[[CausalLM], object], str]] = {
     ),
     "states": (lambda m: m.step(ids()[:, 0], ()), r"CausalLM.step: state: .* 1 layers; got 0"),
     "generate": (lambda m: m.generate(ids() + 50, 3), r"CausalLM.generate: ids: .*; got 59"),
+    "lengths": (
+        lambda m: m.generate(ids(), 3, lengths="x"),
+        r"lengths: expected int32 or int64 \[B=2\]; got 'x'",
+    ),
+    "prefill lengths": (
+        lambda m: m.prefill(ids(), lengths="x"),
+        r"lengths: expected int32 or int64 \[B=2\]; got 'x'",
+    ),
     "float labels": (
         lambda m: m(ids(), ids().float()),
         r"CausalLM: labels: expected int64; got torch.float32",
@@ -70,6 +79,27 @@ def test_errors_name_argument_expected_and_given(case, model):
     call, message = CALLS[case]
     with pytest.raises(ValueError, match=message):
         call(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("max_new_tokens", "an integer >= 0"),
+        ("temperature", "a number >= 0"),
+        ("top_k", "an integer >= 1"),
+        ("top_p", r"a number in \(0, 1\]"),
+        ("min_p", r"a number in \[0, 1\]"),
+        ("repetition_penalty", "a number > 0"),
+        ("eos", "an integer"),
+        ("seed", "an integer"),
+    ],
+)
+@pytest.mark.parametrize("wrong", ["x", "1", [1], torch.ones(2)], ids=repr)
+def test_options_of_generate_that_are_no_numbers(name, expected, wrong, model):
+    options = {"max_new_tokens": 1, name: wrong}
+    message = rf"^CausalLM.generate: {name}: expected {expected}; got {re.escape(repr(wrong))}"
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids(), **options)
 
 
 @pytest.mark.parametrize("copied", [False, True])

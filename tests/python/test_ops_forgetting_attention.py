@@ -243,7 +243,7 @@ def test_a_window_that_hides_nothing_is_none(window: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gates", ["normal", "open", "log -1e4", "zero"])
 def test_pruning_is_bounded(gates: str, dtype: torch.dtype, eps: float, device: str) -> None:
-    """docs/numerics.md: no element of o moves by more than 2 eps max|v|, lse by -log(1 - eps)."""
+    """docs/numerics_ops.md: elements of o move by 2 eps max|v| at most, lse by -log(1 - eps)."""
     case = AttentionCase(queries=400, past=100, heads=4, key_heads=2, head_dim=16, gates=gates)
     case = replace(case, dtype=dtype, scale=0.05)
     a = inputs_of(case, device)

@@ -25,6 +25,11 @@ inline void check_cuda(cudaError_t status, const char* what) {
   }
 }
 
+inline bool no_device() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) != cudaSuccess || count == 0;
+}
+
 /// While it lives, planners see no more shared memory a block than that of a small chip.
 class SharedBytesLimit {
  public:

@@ -12,7 +12,7 @@ in that precision. As in `gla_oracle`, the equations are the only source:
 A pair of tokens refers its decays to the boundary between the two neighbouring runs of 1, 2, 4 ..
 tokens that part it, so that both factors are at most one; the pairs of neighbours are multiplied in
 float32, and so are their gradients. The adjoint adds up, for a decay, what passes it
-(docs/numerics.md); it divides by none. Decays of logarithms are powers of two, of the logarithm
+(docs/numerics_ops.md); it divides by none. Decays of logarithms are powers of two, of the logarithm
 times log2(e), as torch finds them on the device that is judged: CUDA's are off by nearly as much,
 in one direction, for all numbers in some range, and so is the product of 60 of them.
 """

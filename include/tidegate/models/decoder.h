@@ -83,7 +83,9 @@ class Decoder {
   /// Several prompts, read together; options: one, or one a prompt.
   std::vector<int64_t> add(const std::vector<torch::Tensor>& prompts,
                            const std::vector<SequenceOptions>& options);
-  /// Goes on from what save() wrote of another sequence, with more prompt, which may be empty.
+  /// Goes on from what save() wrote of another sequence, with more prompt, which may be empty. What
+  /// a model of another configuration wrote is refused; of one with other weights it is not, for
+  /// nothing says so.
   int64_t add_saved(const TensorMap& saved, const torch::Tensor& prompt,
                     const SequenceOptions& options = {});
   /// Another sequence that goes on from where the one in `slot` is: its state is copied.
@@ -99,8 +101,9 @@ class Decoder {
   /// Ends the sequence in `slot`, or only frees the slot where it has ended.
   void remove(int64_t slot);
 
-  /// What the sequence in `slot`, which has not ended, has read: its state and logits, on the CPU,
-  /// for add_saved(), here or, by save_safetensors(), in another process.
+  /// What the sequence in `slot`, which has not ended, has read, for add_saved(), here or, by
+  /// save_safetensors(), in another process: its state and logits, on the CPU, and the model's
+  /// configuration as bytes of JSON ("config").
   TensorMap save(int64_t slot) const;
 
   /// Sequences that go on, and those whose slots are taken.

@@ -9,7 +9,7 @@
 
 namespace tidegate::kernels::product {
 
-/// Numbers of another block of the cluster, at an address of address_in_block().
+/// Reads numbers of another block of the cluster, at an address that address_in_block() gave.
 __device__ inline float4 load_four_from(unsigned address) {
   float4 four = {};
 #if TIDEGATE_HOPPER_CODE
@@ -58,11 +58,11 @@ struct BatchOutput {
     fours = (channels + kVec - 1) / kVec;
   }
 
-  /// What a thread makes, one after another.
+  /// The items that a thread makes, one after another. An item is four channels of a row.
   struct Place {
     int row, channel;
   };
-  /// Below 2^12 items, of rows of below 2^7.
+  /// Division by the reciprocal, exact below 2^12 items of rows of fewer than 2^7 items.
   __device__ Place place(int item, unsigned inverse) const {
     const int row = static_cast<int>(static_cast<unsigned>(item) * inverse >> 20);
     return {row, (item - row * fours) * kVec};
@@ -84,13 +84,13 @@ struct BatchOutput {
     return pack_elements(four);
   }
 
-  /// What the blocks have left of four channels of a row, summed up in their order.
+  /// The blocks' sums of four channels of a row, added up in the blocks' order.
   struct Sums {
     float z[kVec] = {}, value[kVec] = {};  // of a GLU: its gate, its values
     float square = 0.0f;                   // where a norm's factor scales the sums
   };
 
-  /// Four columns of a row, of kAtOnce blocks, which are read at once.
+  /// Reads four columns of a row from kAtOnce blocks at once.
   template <int kAtOnce>
   __device__ void load(int row, int column, int first, float4 (&parts_of)[kAtOnce]) const {
     const unsigned from =
@@ -129,7 +129,8 @@ struct BatchOutput {
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) sums.square += part[r];
   }
-  /// All at once where registers allow: a second round of reading takes as long as the first one.
+  /// Reads from all blocks at once where registers allow, as a second round of reading takes as
+  /// long as the first.
   __device__ __forceinline__ void gather(int row, int column, Sums& sums) const {
     constexpr int kHalf = kMostClusterBlocks / 2;
     if (!p.is_glu) {
@@ -142,7 +143,7 @@ struct BatchOutput {
     }
   }
 
-  /// z of the sums over the blocks, rounded.
+  /// z = u w^T + bias, from the sums over the blocks, rounded.
   __device__ static void finish(float factor, const E* bias, int count, float (&total)[kVec]) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) total[v] *= factor;
@@ -192,7 +193,8 @@ struct BatchOutput {
     }
   }
 
-  /// `wait()` between asking for the first residual and the sums.
+  /// Makes all of the thread's items. Calls wait() once it has asked for the first residual and
+  /// before it reads the sums.
   template <class Wait>
   __device__ void run(Wait wait) const {
     const unsigned over = inverse();
@@ -211,8 +213,8 @@ struct BatchOutput {
   }
 };
 
-/// Leaves a warp's sums of a pass, of so many columns from `first` on, where the blocks read them:
-/// [row][column].
+/// Leaves a warp's sums of a pass, of `columns` columns from `first` on, where the blocks read
+/// them: [row][column].
 template <int kN>
 __device__ void leave_sums(const float (&d)[kN / 8][4], const BatchShape& s, const BatchWork& work,
                            int first, int columns, float* parts) {

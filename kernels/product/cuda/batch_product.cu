@@ -2,10 +2,11 @@
 //
 // The blocks of a cluster share the inner channels of some channels of y: each has all rows of its
 // part of x in shared memory, normed, and asks for its part of the weights, in a ring, before it
-// waits for the kernel before. Two warpgroups multiply all 64 rows with half of the channels each
-// (wgmma), and leave the sums in shared memory. The blocks meet, and each reads all parts of some
-// of the rows and makes y of them. What a norm sums over a row goes the same way, or earlier where
-// it has to (batch_rows.cuh). The order of every sum depends on the numbers of channels alone.
+// waits for the kernel that makes x. Two warpgroups multiply all 64 rows with half of the channels
+// each (wgmma), and leave the sums in shared memory. The blocks meet, and each reads all parts of
+// some of the rows and makes y of them. A norm's sums over rows are exchanged along with those, or
+// before the products where the products need them (batch_rows.cuh). The order of every sum depends
+// on the numbers of channels alone.
 
 #include <algorithm>
 
@@ -27,7 +28,8 @@
 namespace tidegate::kernels::product {
 namespace {
 
-/// Where the row of w lies that makes this column of a cluster's tiles, or null.
+/// Finds where the row of w lies that makes a given column of a cluster's tiles; null past the
+/// last.
 template <class E, bool kMore>
 struct BatchWeights {
   const FusedProductParams& p;
@@ -44,9 +46,29 @@ struct BatchWeights {
   }
 };
 
-/// A pass's tiles, of so many columns at most.
-__device__ __forceinline__ int tiles_of_pass(const BatchWork& work, int pass, int columns) {
+/// How many tiles a pass has, which takes `columns` columns at most.
+[[maybe_unused]] __device__ __forceinline__ int tiles_of_pass(const BatchWork& work, int pass,
+                                                              int columns) {
   return max(0, min(columns / kTile, work.tiles - pass * (columns / kTile)));
+}
+
+/// The barrier on which a block waits for what the cluster's others send of their rows' norms.
+[[maybe_unused]] __device__ __forceinline__ void open_exchange(uint64_t* barrier, int bytes) {
+  mbarrier_init(barrier, 1);
+  publish_barriers();
+  expect_bytes(shared_address(barrier), bytes);
+}
+
+/// Returns when the sums of `pass` may be written where those of the pass before, or x, have been.
+template <class Stager, int kOwn>
+__device__ __forceinline__ void wait_for_place_of_sums(const Stager& stager, int pass,
+                                                       float (&square)[kOwn]) {
+  if (pass > 0) {
+    cluster_wait();  // the others have read the sums before
+  } else {
+    __syncthreads();  // nobody reads x and the weights, where the sums may go
+    stager.leave_squares(square);
+  }
 }
 
 template <class E, int kN, With kWith>
@@ -67,11 +89,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int passes = s.passes;
   using Stager = BatchStager<E, kWith == With::kGate>;
   const bool norms_before = p.has_norm && !s.scales_sums;
-  if (norms_before && work.thread == 0) {
-    mbarrier_init(barrier, 1);
-    publish_barriers();
-    expect_bytes(shared_address(barrier), Stager::exchanged_bytes(p, s));
-  }
+  if (norms_before && work.thread == 0) open_exchange(barrier, Stager::exchanged_bytes(p, s));
   using Weights = BatchWeights<E, kWith == With::kMore>;
   BatchRing<E, kN, Weights> ring{
       p, s, work, Weights{p, s, work}, shared_address(shared + s.x_bytes), passes * work.chunks};
@@ -98,12 +116,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (pass == 0) stager.add_squares_of_copies(square);
     hopper::wait_for_products<0>();
     hopper::keep(d);
-    if (pass > 0) {
-      cluster_wait();  // the others have read the sums before
-    } else {
-      __syncthreads();  // nobody reads x and the weights, where the sums may go
-      stager.leave_squares(square);
-    }
+    wait_for_place_of_sums(stager, pass, square);
     const int tiles = tiles_of_pass(work, pass, kColumns);
     leave_sums<kN>(d, s, work, work.group * kN, tiles * kTile, parts);
     publish_shared();

@@ -33,7 +33,7 @@ struct BatchStager : RowReader<E, kGated> {
   const char* constants;   // of the norm: [weight or bias][pack of the block's part]
   unsigned barrier;
   int first_row, pack;  // of the lane; of a chunk
-  // The lane's packs of the block's first chunk: known before x is.
+  // The norm's parameters for the lane's packs of the block's first chunk, read before x is there.
   const E* from[kOwn];
   unsigned to[kOwn];  // bytes into the panels
 
@@ -71,7 +71,7 @@ struct BatchStager : RowReader<E, kGated> {
     return reinterpret_cast<uint4*>(x + chunk * kPanelBytes + place_in_item(first_row + i, pack));
   }
 
-  /// What no kernel writes.
+  /// Reads the norm's parameters, which no kernel of the chain writes.
   __device__ void load_constants(char* to) const {
     if (!p.has_norm) return;
     const int count = work.chunks * (kChunk / kPack), first = work.first_chunk * (kChunk / kPack);
@@ -98,7 +98,7 @@ struct BatchStager : RowReader<E, kGated> {
     sum += odd;
   }
 
-  /// As they are, by asynchronous copies; zeros where there is nothing.
+  /// Stages rows as they are, by asynchronous copies, with zeros where there is no row or channel.
   __device__ void copy() const {
     const unsigned panels = shared_address(x);
 #pragma unroll kInFlight
@@ -113,7 +113,8 @@ struct BatchStager : RowReader<E, kGated> {
     commit_copies();
   }
 
-  /// By way of registers, and what make(i, chunk, x, gate) makes of them. Adds up the squares of x.
+  /// Stages what make(i, chunk, x, gate) makes of the rows in registers, and adds up the squares of
+  /// x.
   template <class Make>
   __device__ void stage(float (&square)[kOwn], Make make) const {
 #pragma unroll 1
@@ -147,7 +148,7 @@ struct BatchStager : RowReader<E, kGated> {
       }
     }
   }
-  /// Times what a norm multiplies but the row's factor.
+  /// Multiplies by everything that the norm does except the row's factor.
   __device__ uint4 weighed(int chunk, Row raw, Row logits) const {
     const Row weight = constant_at(0, chunk);
     float u[kPack];
@@ -159,7 +160,7 @@ struct BatchStager : RowReader<E, kGated> {
     return kernels::pack<E, kPack>(u).bits;
   }
 
-  /// visit(i, chunk, u) of each of the lane's packs, as they are normed.
+  /// Calls visit(i, chunk, u) with each of the lane's packs of what is normed.
   template <class Visit>
   __device__ void for_each(Visit visit) const {
 #pragma unroll 1
@@ -174,13 +175,13 @@ struct BatchStager : RowReader<E, kGated> {
     }
   }
 
-  /// The sum over its lanes of row lane / 4 % 2 of a lane's two.
+  /// The sum over the eight lanes of a row, for row lane / 4 % 2 of the two that each lane has.
   __device__ float summed(float (&values)[kOwn]) const {
     scatter_sums<kOwn, 4>(values, work.lane);
     return values[0];
   }
 
-  /// To all blocks.
+  /// Stores a number into the shared memory of every block of the cluster.
   __device__ void exchange(float* at, float mine) const {
     if (work.lane % 4 != 0) return;
     const int row = first_row + work.lane / 4 % 2;
@@ -192,13 +193,13 @@ struct BatchStager : RowReader<E, kGated> {
     }
   }
 
-  /// Which bytes of a block the others fill.
+  /// How many bytes of a block's shared memory the cluster's blocks fill.
   __device__ static unsigned exchanged_bytes(const FusedProductParams& p, const BatchShape& s) {
     return static_cast<unsigned>((static_cast<int>(p.product.rows) << s.log_blocks) *
                                  (p.norm_kind == norm::NormKind::kLayer ? 8 : 4));
   }
 
-  /// Channels of a block's part.
+  /// The number of channels in a block's part of the rows.
   __device__ float width(int rank) const {
     const int inner = static_cast<int>(p.product.inner);
     const int begin = (s.chunks * rank >> s.log_blocks) * kChunk;
@@ -206,7 +207,7 @@ struct BatchStager : RowReader<E, kGated> {
     return static_cast<float>(min(end, inner) - min(begin, inner));
   }
 
-  /// The block's own sums, to all blocks. `square`: that of x itself.
+  /// Sends the block's own sums to all blocks. `square`: the squares of x itself.
   __device__ void sum_rows(float (&square)[kOwn]) const {
     const bool is_layer = p.norm_kind == norm::NormKind::kLayer;
     if (is_layer || (kGated && p.gate != nullptr && p.gate_first)) {
@@ -277,8 +278,8 @@ struct BatchStager : RowReader<E, kGated> {
     return sum;
   }
 
-  /// Afterwards copies may be under way, and other threads' panels too. Squares: as leave_squares()
-  /// takes them.
+  /// Stages the rows. Afterwards the thread's copies may still be under way, and so may other
+  /// threads' writes. `square` becomes what leave_squares() takes.
   __device__ void run(float (&square)[kOwn]) const {
     if (s.copies_x) {
       copy();

@@ -1,6 +1,6 @@
 #pragma once
 
-// How a fused product of a batch is cut: its blocks and clusters, and what a block has in shared
+// How a batch's fused product is divided into clusters and blocks, and what a block has in shared
 // memory. See batch_product.cu.
 
 #include <algorithm>
@@ -20,12 +20,12 @@ constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kWarpgroups = kThreads / kGroupThreads;
 constexpr int kPanelBytes = kBatchRows * kRowBytes;  // of a chunk of x
 constexpr int kMostBatchStages = 8;
-// So much shared memory a block, that the next kernel's has room beside it: unless that leaves some
-// of the block's weights to be asked for late, which takes longer.
+// A block's shared memory, small enough that a block of the next kernel has room beside it. A block
+// takes more where it would otherwise ask for some of its weights late, which takes longer.
 constexpr int kWantedBytes = (228 << 10) / 2 - (2 << 10);
 constexpr int kMostClusterBlocks = 8;  // of a cluster
 
-/// How a launch is cut. A tile is 16 rows of w.
+/// How a launch is divided. A tile is 16 rows of w.
 struct BatchShape {
   int blocks = 0, log_blocks = 0;  // of a cluster
   int clusters = 0;
@@ -40,7 +40,7 @@ struct BatchShape {
   int main_bytes = 0;       // of all of these
   int parts_at = 0;         // where the block's sums lie in shared memory
   bool is_aligned = false;  // four channels of y and of the residual lie as one access wants them
-  // A row's factor is applied to the sums: then nothing waits for it before the products.
+  // Whether a row's factor is applied to the sums: then no product waits for the factor.
   bool scales_sums = false;
   bool copies_x = false;  // x goes to shared memory as it is
 
@@ -50,8 +50,8 @@ struct BatchShape {
   int most_tiles() const { return static_cast<int>(ceil_div(tiles, clusters)); }
 };
 
-/// Where the parts of a block lie in shared memory, and how much of its weights is under way at
-/// once, of clusters that have so many columns at most.
+/// Where the parts of a block lie in shared memory, and how many of its weights are under way at
+/// once, in clusters that have at most `columns` columns.
 inline void lay_out(const FusedProductParams& p, int columns, const DeviceLimits& limits,
                     BatchShape* shape) {
   BatchShape& s = *shape;
@@ -147,7 +147,7 @@ struct BatchWork {
   __device__ explicit BatchWork(const BatchShape& s) {
     rank = cluster_rank();
     cluster = static_cast<int>(blockIdx.x) >> s.log_blocks;
-    // As equal as it gets: the first ones have one more.
+    // Parts are as equal as they can be: the first clusters have one tile more.
     const int more = s.tiles - s.least_tiles * s.clusters;
     first_tile = cluster * s.least_tiles + min(cluster, more);
     tiles = s.least_tiles + (cluster < more ? 1 : 0);

@@ -10,7 +10,7 @@
 namespace tidegate::kernels::product {
 
 /// A warpgroup's ring of weights: its rows of a chunk, in panels of rows of 128 bytes.
-/// `weights(column)`: where the row of w lies that makes this of the cluster's columns, or null.
+/// `weights(column)`: where the row of w lies that makes this column of the cluster, or null.
 /// kShares: the warpgroups share the block's chunks, by turns, and have the same columns; otherwise
 /// each has half of the columns.
 template <class E, int kN, class Weights, bool kShares = false>
@@ -29,7 +29,7 @@ struct BatchRing {
   __device__ unsigned item(int at) const {
     return base + static_cast<unsigned>((at * kWarpgroups + work.group) * kN * kRowBytes);
   }
-  /// The warpgroup's chunks of x, and the block's number of one.
+  /// How many chunks of x the warpgroup has, and which chunk of the block's a given one is.
   __device__ int chunks() const {
     return kShares ? (work.chunks + kWarpgroups - 1 - work.group) / kWarpgroups : work.chunks;
   }
@@ -53,7 +53,8 @@ struct BatchRing {
       const unsigned to = item(slot) + place_in_item(row(0), pack);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        // Sixteen rows further the packs are permuted alike.
+        // The permutation of packs repeats after eight rows, so it is the same sixteen rows
+        // further.
         if (rows[i] != nullptr) {
           copy_async_or_zero(to + static_cast<unsigned>(i * 16 * kRowBytes),
                              exists ? rows[i] + inner : rows[i], exists);
@@ -70,8 +71,9 @@ struct BatchRing {
   }
 };
 
-/// Until what the ring and others have asked for has landed, and the tensor cores see it. Whether
-/// these are all of the ring's weights, as mostly: then this barrier is enough.
+/// Waits until what the ring and others have asked for has landed and the tensor cores see it.
+/// Returns whether these are all of the ring's weights, as they mostly are: then no later barrier
+/// is needed.
 template <class Ring>
 __device__ __forceinline__ bool wait_for_all(const Ring& ring) {
   const bool is_all = ring.asked == ring.items;
@@ -108,8 +110,8 @@ template <int kN>
 using BatchSums = float[kN / 8][4];
 
 /// Issues the products of all of a pass's chunks of x, at address `x`, with the ring's items from
-/// place `slot` on, which moves on; they are under way at the end. is_all: the ring holds all
-/// weights there are, and they have landed.
+/// place `slot` on, which moves on; the products are under way at the end. is_all: the ring holds
+/// all of the warpgroup's weights, and they have landed.
 template <class E, int kN, class Weights, bool kShares>
 __device__ __forceinline__ void multiply_chunks(BatchRing<E, kN, Weights, kShares>& ring,
                                                 unsigned x, bool is_all, int& slot,

@@ -33,11 +33,12 @@ Shape shape_of(const FusedProductParams& p, int multiprocessors) {
   const int64_t tiles = ceil_div(most, shape.tile_channels);
   const int64_t items = tiles * ceil_div(shape.chunks, kWarps);
   shape.stages = static_cast<int>(std::min<int64_t>(items, kStages));
-  // Rows begin 16 bytes further round the banks than the one before.
+  // Each row begins 16 bytes further round the banks than the row before it.
   shape.x_stride = shape.chunks * kRowBytes + 16;
   shape.ring_bytes = kWarps * shape.stages * kItemBytes;
   shape.x_bytes = static_cast<int>(p.product.rows) * shape.x_stride;
-  // A thread has an element of a batch of tiles at most: the fewer meetings, the better.
+  // A batch has as many tiles as give each thread at most one element: the fewer barriers, the
+  // better.
   shape.batch =
       static_cast<int>(std::clamp<int64_t>(kThreads / (p.product.rows * kTile), 1, tiles));
   shape.sums_bytes = 2 * shape.batch * kWarps * static_cast<int>(p.product.rows) * kTile * 4;
@@ -58,7 +59,7 @@ struct Work {
   }
 };
 
-/// Adds up what the warps have of a batch of tiles and makes y of it: a thread an element.
+/// Adds up the warps' sums of a batch of tiles and makes y of them, one element a thread.
 template <class E>
 struct Output {
   const FusedProductParams& p;
@@ -82,7 +83,7 @@ struct Output {
     return work.first + (first + tile) * shape.tile_channels + channel;
   }
 
-  /// Asks for what is added, before the products of the batch from tile `first` on.
+  /// Asks for the bias and the residual, before the products of the batch from tile `first` on.
   __device__ void fetch(int first) {
     bias[0] = bias[1] = residual = 0.0f;
     if (!exists(first)) return;

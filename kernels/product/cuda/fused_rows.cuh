@@ -24,7 +24,7 @@ constexpr int kItemBytes = kTile * kRowBytes;
 constexpr int kStages = 6;
 constexpr int kRowsOfMma = 8;  // of x: the columns of an mma's right operand
 
-/// How a launch is cut.
+/// How a launch is divided into blocks, chunks and stages.
 struct Shape {
   int blocks = 0;
   int chunks = 0;         // of the inner channels
@@ -37,11 +37,13 @@ struct Shape {
   int shared_bytes() const { return ring_bytes + x_bytes + sums_bytes; }
 };
 
-/// What a launch may have beside the product and its norm: code that is not there is not read.
+/// What a launch may have beside the product and its norm. A kernel without it has fewer
+/// instructions to read.
 enum class With : uint8_t { kNothing, kMore, kGate };
 
-/// Where a pack lies among rows of 128 bytes: packs are permuted so that no eight rows of one meet
-/// in a bank. Of rows that begin at a multiple of 1024 bytes this is the order of wgmma's panels.
+/// Where a pack lies among rows of 128 bytes. Packs are permuted so that the packs of one column in
+/// eight rows lie in different banks. For rows that begin at a multiple of 1024 bytes this is the
+/// order of wgmma's panels (128-byte swizzle).
 __device__ inline unsigned place_in_item(int row, int pack) {
   return static_cast<unsigned>(row * kRowBytes + ((pack ^ (row & 7)) * 16));
 }
@@ -60,18 +62,18 @@ struct RowReader {
 
   __device__ int packs() const { return static_cast<int>(p.product.inner) / kPack; }
 
-  // No __ldg: the kernel before may write them while this one runs.
+  // No __ldg: the kernel before may write the rows of x while this one runs.
   __device__ Row load(const void* from, int64_t stride, int row, int pack) const {
     const E* const at = static_cast<const E*>(from) + row * stride;
     return {*(reinterpret_cast<const typename Row::Bits*>(at) + pack)};
   }
-  /// What no kernel writes.
+  /// A pack of a parameter, which no kernel of the chain writes.
   __device__ Row constant(const void* from, int pack) const {
     if (from == nullptr) return {};
     return {__ldg(static_cast<const typename Row::Bits*>(from) + pack)};
   }
 
-  /// What is normed, of x and its gate.
+  /// The numbers that are normed: of x, or of x and its gate.
   __device__ void values(Row raw, int row, int pack, float (&u)[kPack]) const {
 #pragma unroll
     for (int v = 0; v < kPack; ++v) u[v] = raw.get(v);
@@ -118,24 +120,28 @@ struct RowStager : RowReader<E, kGated> {
   char* x;      // in shared memory
   float* sums;  // [rows side by side][kGroups]
 
-  int warps, side_by_side, team, thread;  // of a row; rows; which of them; in the team
+  // The block stages `side_by_side` rows at once. Each has a group of `warps` warps; `row_group` is
+  // the thread's group, and `thread` its number there.
+  int warps, side_by_side, row_group, thread;
 
   __device__ RowStager(const FusedProductParams& p, const Shape& shape, char* x, float* sums)
       : Reader(p), shape(shape), x(x), sums(sums) {
     side_by_side = 1;
     while (side_by_side < p.product.rows && side_by_side < kWarps) side_by_side *= 2;
     warps = kWarps / side_by_side;
-    team = static_cast<int>(threadIdx.x) / (32 * warps);
+    row_group = static_cast<int>(threadIdx.x) / (32 * warps);
     thread = static_cast<int>(threadIdx.x) % (32 * warps);
   }
 
-  /// So many packs a thread keeps in registers, of a row that all share; others are read once more.
+  /// How many packs a thread keeps in registers of a row that all warps share. Longer rows are read
+  /// once more instead.
   static constexpr int kKept = 2;
   Row weights[kKept], biases[kKept];
 
   __device__ bool is_kept() const { return warps == kWarps && packs() <= kKept * kThreads; }
 
-  /// Reads what no kernel writes.
+  /// Reads the norm's parameters, which no kernel of the chain writes, so that this may come before
+  /// the wait for the kernel before.
   __device__ void load_constants() {
     if (!p.has_norm || !is_kept()) return;
 #pragma unroll
@@ -151,9 +157,10 @@ struct RowStager : RowReader<E, kGated> {
     return reinterpret_cast<uint4*>(x + row * shape.x_stride) + pack;
   }
 
-  /// A sum over a row: of eight groups of packs, pack k in group k / 32 % 8, each added up lane by
-  /// lane and then over the lanes. So its bits do not depend on how many warps share the row: each
-  /// has a group, or several. All threads of the block come here.
+  /// A sum over a row is made of eight groups of packs, pack k in group k / 32 % 8, each added up
+  /// lane by lane and then over the lanes. So the bits of the sum do not depend on how many warps
+  /// share the row: a warp has one group, or several. All threads of the block call these
+  /// functions.
   static constexpr int kGroups = 8;
 
   /// The sum over the row where all its warps share it: `mine` is a lane's sum over its own group.
@@ -179,11 +186,11 @@ struct RowStager : RowReader<E, kGated> {
         mine = add(mine, pack);
       }
       mine = warp_sum(mine);
-      if (lane == 0) sums[team * kGroups + group] = mine;
+      if (lane == 0) sums[row_group * kGroups + group] = mine;
     }
     __syncthreads();
     float sum = 0.0f;
-    for (int group = 0; group < kGroups; ++group) sum += sums[team * kGroups + group];
+    for (int group = 0; group < kGroups; ++group) sum += sums[row_group * kGroups + group];
     return sum;
   }
 
@@ -260,7 +267,7 @@ struct RowStager : RowReader<E, kGated> {
       return before;
     });
     const float factor = rsqrtf(square / channels + static_cast<float>(p.eps));
-    // Read again, from the first-level cache.
+    // The row is read again, from the first-level cache.
     for (int pack = thread; pack < count; pack += 32 * warps) {
       float u[kPack];
       values(row, pack, u);
@@ -270,11 +277,11 @@ struct RowStager : RowReader<E, kGated> {
     }
   }
 
-  /// The last chunk's rest is zero.
+  /// Stages all rows, and fills the rest of their last chunk with zeros.
   __device__ void run() const {
     const int rows = static_cast<int>(p.product.rows);
     for (int first = 0; first < rows; first += side_by_side) {
-      const int row = first + team;
+      const int row = first + row_group;
       const bool exists = row < rows;
       if (p.has_norm) {
         is_kept() ? stage_kept(row, exists) : stage_long(row, exists);

@@ -35,7 +35,7 @@ struct WarpItems {
   }
 };
 
-/// A row of w, or of the further weights.
+/// Where a row of w begins, or one of the further weights (`more`).
 template <class E, bool kMore>
 __device__ inline const E* weight_row(const FusedProductParams& p, int64_t channel) {
   const void* w = p.product.w;
@@ -53,8 +53,8 @@ __device__ inline const E* weight_row(const FusedProductParams& p, int64_t chann
   return static_cast<const E*>(w) + (channel - first) * stride;
 }
 
-/// A warp's ring of weights: 16 channels by 64 inner ones, in rows of 128 bytes. `rows(tile, row)`
-/// is where a row of w of a tile lies, or null.
+/// A warp's ring of weights. An item is 16 channels by 64 inner ones, in rows of 128 bytes;
+/// `rows(tile, row)` is where a tile's row of w lies, or null.
 template <class E, class Rows>
 struct WeightRing {
   const FusedProductParams& p;
@@ -64,7 +64,7 @@ struct WeightRing {
   unsigned base;                                 // address of the warp's ring in shared memory
   int tile = 0, chunk = 0, slot = 0, asked = 0;  // of the next item to ask for
 
-  /// Asks for the next item, or for nothing past the last one: groups are counted.
+  /// Asks for the next item. Past the last one, commits an empty group, as waits count groups.
   __device__ void ask() {
     if (asked < work.items) {
       const int pack = work.lane % 8;
@@ -90,7 +90,7 @@ struct WeightRing {
   }
   /// The place after `at` in the ring.
   __device__ int after(int at) const { return at + 1 == shape.stages ? 0 : at + 1; }
-  /// As many groups as a ring can have, some of them empty, so that who waits counts one number.
+  /// Commits as many groups as a ring can have, some of them empty, so that all waits count alike.
   __device__ void fill() {
     for (int i = 0; i < kStages; ++i) {
       if (i < shape.stages) {
@@ -102,7 +102,7 @@ struct WeightRing {
   }
 };
 
-/// kGroups: of eight rows.
+/// A warp's sums of a tile, of kGroups groups of eight rows of x.
 template <class E, int kGroups>
 struct Products {
   // Two chains of sums, since each product waits for the one before.
@@ -117,7 +117,7 @@ struct Products {
   }
 
   /// The item's weights times the rows of x, of which `x` is the address of the chunk's first
-  /// element. Past the last row, the first one again: nobody asks for what comes of it.
+  /// element. Past the last row the first one stands in: nobody reads the sums of such rows.
   __device__ void add(unsigned item, unsigned x, int x_stride, int rows, int lane) {
     const int matrix = lane / 8, within = lane % 8;
     const int left_row = (matrix & 1) * 8 + within;

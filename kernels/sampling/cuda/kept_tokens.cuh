@@ -14,17 +14,18 @@
 namespace tidegate::kernels::sampling {
 
 constexpr int kDigits = 256;
-// There are so many copies of the sums a digit, one a lane, each in a bank of its own.
+// How many copies of a digit's sum there are: one a lane, each in a bank of its own.
 constexpr int kCopies = 32;
 
-/// Where the digits of a byte end: of those with weight the lowest with less than target above it.
+/// Where the search ends within the 256 digits of a byte: the lowest digit that has weight and has
+/// less than `target` above it.
 struct Cut {
   uint32_t digit;
   unsigned long long above, target;
 };
 
-/// By the first warp, whose lane l looks at the digits from 255 - 8 l down. `target` of the sum of
-/// all weights: less than this may be above.
+/// Finds the cut. The first warp calls this; its lane l looks at the digits from 255 - 8 l down.
+/// target(sum of all weights): the weight above a kept digit is less than that.
 template <class Target>
 __device__ void cut_digits(const unsigned long long* weights, bool is_first, Target target,
                            Cut* cut) {
@@ -72,7 +73,8 @@ struct Masses {
   __device__ explicit Masses(int64_t vocab) : bits(22) {
     while (bits > 0 && (vocab / kCopies + 4) >> (32 - bits) > 0) --bits;
   }
-  /// By adding 2^23, which leaves an integer in a float's last places: conversions are slower.
+  /// A token's mass as an integer. Adding 2^23 leaves an integer in a float's last places, which is
+  /// faster than a conversion.
   __device__ uint32_t of(float z, uint32_t key) const {
     constexpr float kOnes = 0x1p23f, kLog2e = 1.44269504f;
     const float digit = __uint_as_float(__float_as_uint(kOnes) | key >> 24);
@@ -80,8 +82,8 @@ struct Masses {
     const float mass = exp2_approx(fmaf(rest, kLog2e, static_cast<float>(bits)));
     return key == 0 ? 0u : __float_as_uint(__fadd_rz(mass, kOnes)) & 0x7fffffu;
   }
-  /// What sums of a first digit are worth, and such a sum in units of 2^-40 of the likeliest
-  /// token's mass.
+  /// factor() is what sums of a first digit are worth, exp(-drop); sum() is such a sum in units of
+  /// 2^-40 of the likeliest token's mass.
   __device__ static unsigned long long factor(uint32_t first_digit) {
     const int quarters = 255 - static_cast<int>(first_digit);
     return static_cast<unsigned long long>(exp(-0.25 * quarters) * 0x1p63);
@@ -91,7 +93,8 @@ struct Masses {
   }
 };
 
-/// Sums a digit. Lanes that add to one bank wait for each other, so each has its own.
+/// The sum of weights of each digit. Lanes that add to one bank wait for each other, so each lane
+/// has a copy in a bank of its own.
 struct DigitSums {
   static constexpr int kDigitThreads = kThreads / kDigits;  // that add up a digit's copies
   static constexpr int kPacks = kCopies / 4;                // of a digit, of one access each
@@ -147,7 +150,8 @@ struct Share {
   }
 };
 
-/// Over the blocks of the cluster, in their order.
+/// sum_over() and range_over() join the numbers that the blocks of a cluster have left in their
+/// shared memory, in the blocks' order.
 template <int kBlocks>
 __device__ unsigned long long sum_over(const RowBlocks<kBlocks>&, const unsigned long long* mine) {
   const unsigned address = shared_address(mine);
@@ -175,8 +179,8 @@ __device__ inline float least_number(uint32_t key) {
   return key == 0 ? lowest<float>() : -0x1p-26f * __uint2float_rd(0u - key);
 }
 
-/// count(number) of the numbers from `least` on below `end`, few of a thread's: which ones these
-/// are is found out first, as a warp takes as long to count one lane's as all lanes'.
+/// Calls count(number) for each number in [least, end), of which a thread has few. A thread first
+/// finds out which numbers these are, as a warp takes as long to count one lane's as all lanes'.
 template <class Numbers, class Count>
 __device__ void count_few(const Numbers& z, float least, float end, Count count) {
 #pragma unroll 1
@@ -195,12 +199,49 @@ __device__ void count_few(const Numbers& z, float least, float end, Count count)
   }
 }
 
+/// Counts the numbers whose key has `prefix` under `mask` and is at least `least`.
+template <class Numbers, class Count>
+__device__ __forceinline__ void count_with_prefix(const Numbers& z, uint32_t prefix, uint32_t mask,
+                                                  uint32_t least, Count count) {
+  const float from = least_number(max(prefix, least));
+  if (mask == 0) {
+#pragma unroll 2
+    for (int i = 0; i < z.own.count(); ++i) {
+      const float number = z.get(i);
+      if (number >= from) count(number);
+    }
+  } else {
+    const uint32_t after = prefix + ~mask + 1;
+    count_few(z, from, after == 0 ? INFINITY : least_number(after), count);
+  }
+}
+
+/// Finds each digit's weight over all blocks of the row, of which each has left its own sums in
+/// `mine`, and the range of the digit's keys.
+template <int kBlocks>
+__device__ __forceinline__ void gather_digits(const RowBlocks<kBlocks>& blocks, const Share& share,
+                                              unsigned long long factor, bool has_ranges,
+                                              const unsigned long long* mine,
+                                              const KeyRange* ranges, unsigned long long* weights,
+                                              KeyRange* all_ranges) {
+  if (threadIdx.x < kDigits) {
+    unsigned long long total = mine[threadIdx.x];
+    KeyRange range = ranges[threadIdx.x];
+    if constexpr (kBlocks > 1) {
+      total = sum_over(blocks, mine + threadIdx.x);
+      if (has_ranges) range = range_over(blocks, &ranges[threadIdx.x]);
+    }
+    weights[threadIdx.x] = share.sum(total, factor);
+    if (has_ranges) all_ranges[threadIdx.x] = range;
+  }
+}
+
 /// The smallest key among z, from `least` on, with less than the share's target above it.
 template <int kBlocks, class Numbers>
 __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z, uint32_t least,
                               Share share) {
   __shared__ DigitSums sums;
-  // By turns: a block that is ahead writes the next ones while others still read.
+  // Two buffers by turns: a block that is ahead writes the next sums while others still read these.
   __shared__ unsigned long long of_block[2][kDigits];
   __shared__ unsigned long long weights[kDigits];
   __shared__ KeyRange ranges[kDigits], all_ranges[kDigits];
@@ -222,43 +263,24 @@ __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z
       const uint32_t key = key_of(number), digit = (key >> shift) & 255u;
       sums.add(digit, share.weight(number, key));
       if (has_ranges) {
-        // Mostly they are one key from the first one on.
+        // Most digits have a single key, so that nothing changes after its first token.
         const KeyRange range = ranges[digit];
         if (key < range.least) atomicMin(&ranges[digit].least, key);
         if (key > range.most) atomicMax(&ranges[digit].most, key);
       }
     };
-    const float from = least_number(max(prefix, least));
-    if (mask == 0) {
-#pragma unroll 2
-      for (int i = 0; i < z.own.count(); ++i) {
-        const float number = z.get(i);
-        if (number >= from) count(number);
-      }
-    } else {
-      const uint32_t after = prefix + ~mask + 1;
-      count_few(z, from, after == 0 ? INFINITY : least_number(after), count);
-    }
+    count_with_prefix(z, prefix, mask, least, count);
     __syncthreads();
     unsigned long long* const mine = of_block[shift / 8 % 2];
     const unsigned long long sum = sums.sum();
     if (threadIdx.x % DigitSums::kDigitThreads == 0) {
       mine[threadIdx.x / DigitSums::kDigitThreads] = sum;
     }
-    // Before the blocks have met, who wait for each other anyway.
+    // The factor takes a while, and the blocks wait for each other anyway.
     const unsigned long long factor =
         share.factor(shift == 24 ? threadIdx.x % kDigits : prefix >> 24);
     blocks.sync();
-    if (threadIdx.x < kDigits) {
-      unsigned long long total = mine[threadIdx.x];
-      KeyRange range = ranges[threadIdx.x];
-      if constexpr (kBlocks > 1) {
-        total = sum_over(blocks, mine + threadIdx.x);
-        if (has_ranges) range = range_over(blocks, &ranges[threadIdx.x]);
-      }
-      weights[threadIdx.x] = share.sum(total, factor);
-      if (has_ranges) all_ranges[threadIdx.x] = range;
-    }
+    gather_digits(blocks, share, factor, has_ranges, mine, ranges, weights, all_ranges);
     __syncthreads();
     if (threadIdx.x < 32) {
       cut_digits(
@@ -275,7 +297,7 @@ __device__ uint32_t last_kept(const RowBlocks<kBlocks>& blocks, const Numbers& z
   return prefix;
 }
 
-/// The smallest key that settings leave in.
+/// The smallest key that top_k, top_p and min_p leave in.
 template <int kBlocks, class Numbers>
 __device__ uint32_t threshold(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t vocab,
                               const double* settings) {

@@ -47,14 +47,14 @@ struct Best {
   int64_t token;
 };
 
-/// The one with the larger score; of equal ones the first token.
+/// The candidate with the larger score; of equal scores the one with the lower token.
 template <class Real>
 __device__ Best<Real> better(Best<Real> a, Best<Real> b) {
   const bool is_b = b.score > a.score || (b.score == a.score && b.token < a.token);
   return is_b ? b : a;
 }
 
-/// The blocks of a row: what their threads are to each other.
+/// The blocks of a row, as one of their threads sees them: its rank, and where they meet.
 template <int kBlocks>
 struct RowBlocks {
   static constexpr int64_t kStride = int64_t{kBlocks} * kThreads;
@@ -65,7 +65,7 @@ struct RowBlocks {
   /// The first of the row's tokens that this thread takes.
   __device__ int64_t first() const { return static_cast<int64_t>(rank) * kThreads + threadIdx.x; }
 
-  /// What they wrote to their shared memory is seen after.
+  /// Meets the other blocks: what each wrote to its shared memory before, all see after.
   __device__ void sync() const {
     if constexpr (kBlocks > 1) {
       publish_shared();
@@ -75,8 +75,8 @@ struct RowBlocks {
     }
   }
 
-  /// What `value` is in each block, in their order, for every thread. By turns: who still reads the
-  /// values before is not overtaken.
+  /// What `value` is in each block, in the blocks' order, for every thread. Two buffers by turns,
+  /// so that nobody overwrites what a slower block still reads.
   template <class Value>
   __device__ void exchange(Value (&parts)[2], Value value, Value (&all)[kBlocks]) {
     if constexpr (kBlocks == 1) {
@@ -96,7 +96,7 @@ struct RowBlocks {
   }
 };
 
-/// The best over the block, which every thread gets.
+/// The best candidate of the block, which every thread gets.
 template <class Real>
 __device__ Best<Real> warp_best(Best<Real> mine) {
 #pragma unroll
@@ -122,7 +122,7 @@ __device__ Best<Real> block_best(Best<Real> mine) {
   return warp_best(Best<Real>{scores[threadIdx.x % 32], tokens[threadIdx.x % 32]});
 }
 
-/// The largest over the block, which every thread gets.
+/// The largest number of the block, which every thread gets.
 __device__ inline float block_max(float mine) {
   __shared__ float values[kWarps];
   mine = warp_max(mine);
@@ -132,7 +132,7 @@ __device__ inline float block_max(float mine) {
   return warp_max(values[threadIdx.x % 32]);
 }
 
-/// The sum over the block, which every thread gets.
+/// The sum over the block's threads, which every thread gets.
 template <class Value>
 __device__ Value block_sum(Value mine) {
   __shared__ Value sums[kWarps];
@@ -149,7 +149,7 @@ __device__ Value block_sum(Value mine) {
   return sum;
 }
 
-/// The best over the row, and the sum over it.
+/// The best candidate of the row, and a sum over the row, by all of its blocks.
 template <int kBlocks, class Real>
 __device__ Best<Real> row_best(RowBlocks<kBlocks>& blocks, Best<Real> mine) {
   __shared__ Real scores[2];

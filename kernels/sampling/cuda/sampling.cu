@@ -1,7 +1,8 @@
-// Drawing tokens on CUDA: one block has one row, or the blocks of a cluster share it, where it is
-// long and the device has clusters: one multiprocessor would take longer to draw a token of 50,000
-// than it takes to read a layer's weights. What decides the order of kept tokens are sums of
-// integers, and what is summed in floating point goes in a fixed order: the same bits every time.
+// Drawing tokens on CUDA: one block has one row, or the blocks of a cluster share a row that is
+// long, where the device has clusters: one multiprocessor would take longer to draw a token of
+// 50,000 than it takes to read a layer's weights. Which tokens are kept follows from sums of
+// integers, and sums in floating point are added up in a fixed order, so that every run gives the
+// same bits.
 
 #include <cfloat>
 
@@ -22,19 +23,18 @@ constexpr int kMostBlocks = 8, kFewBlocks = 2;  // of a cluster
 constexpr int64_t kLongRow = 4096;
 
 /// A row of logits. Threads take its tokens four at a time. Loops over them are kept rolled where
-/// that costs nothing: of a kernel that runs once a step, the reading of instructions is what takes
-/// time.
+/// that costs nothing: a kernel that runs once a step spends its time on reading instructions.
 template <class E>
 struct Row {
   using Real = typename Register<E>::type;
-  using Four = Pack<E, sizeof(E) <= 4 ? 4 : 2>;  // of 64 bits: not used
+  using Four = Pack<E, sizeof(E) <= 4 ? 4 : 2>;  // not used for 64-bit logits
 
   const E* logits;
   const uint8_t* seen;
   Real penalty;
   int64_t vocab;
 
-  /// NaN and what is below everything come as -inf.
+  /// The logit, with the penalty of a token seen before; -inf for NaN.
   __device__ Real made(Real logit, int64_t v) const {
     if (seen != nullptr && seen[v] != 0) {
       logit = penalized(logit, penalty);
@@ -51,7 +51,7 @@ struct Row {
   __device__ bool is_pack(int64_t group, bool aligned) const {
     return sizeof(E) <= 4 && aligned && 4 * group + 4 <= vocab;
   }
-  /// As they lie in memory, of a group that is_pack().
+  /// The four logits of a group that is_pack(), as they lie in memory.
   __device__ Four pack(int64_t group) const {
     return {*reinterpret_cast<const typename Four::Bits*>(logits + 4 * group)};
   }
@@ -64,7 +64,7 @@ struct Row {
 };
 
 /// Which tokens a thread takes: four neighbours at a time, `groups` times, the last ones of which
-/// may not exist. Of four and four tokens in a row of threads: number i is token(i).
+/// may not exist. Neighbouring threads have neighbouring fours; the thread's number i is token(i).
 template <int kBlocks>
 struct OwnTokens {
   int64_t first;
@@ -95,7 +95,7 @@ __device__ Best<typename Register<E>::type> likeliest(RowBlocks<kBlocks>& blocks
       at = i;
     }
   };
-  // So many packs are on their way at once: one after another, each takes a way from memory.
+  // Several packs are on their way at once: read one after another, each would wait for memory.
   constexpr int kAtOnce = 8;
 #pragma unroll 1
   for (int first = 0; first < own.groups; first += kAtOnce) {
@@ -129,7 +129,7 @@ __device__ Best<typename Register<E>::type> likeliest(RowBlocks<kBlocks>& blocks
 }
 
 /// A row's numbers less their maximum, divided by the temperature, of the tokens of a thread: by
-/// their number among these. kKept: in shared memory, once keep() has been called.
+/// their number among these. kKept: the numbers stay in shared memory, once keep() has been called.
 template <class E, int kBlocks, bool kKept>
 struct Scaled {
   using Real = typename Register<E>::type;
@@ -151,8 +151,8 @@ struct Scaled {
       return static_cast<float>(over / temperature);
     }
   }
-  /// Scales the numbers that likeliest() has kept. It keeps floats, so numbers of 64 bits are read
-  /// again.
+  /// Scales the numbers that likeliest() has kept. likeliest() keeps floats, so logits of 64 bits
+  /// are read again.
   __device__ void keep() const {
     if constexpr (kKept) {
 #pragma unroll 2
@@ -189,7 +189,7 @@ __device__ uint32_t largest_word(float wanted) {
   return __float2uint_ru(__expf(2 * kGumbelError - wanted) * 0x1p32f);
 }
 
-/// A thread's best by near_gumbel(), and how far the next one comes.
+/// A thread's best token by near_gumbel(), and the score of its second best.
 struct Leader {
   float score = lowest<float>(), next = lowest<float>();
   int at = 0;  // of the thread's tokens
@@ -234,7 +234,7 @@ __device__ int64_t draw(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t to
         for (int i = 0; i < 4; ++i) leader.take(number[i] + near_gumbel(words.word[i]), 4 * g + i);
       }
     }
-    // Both sides of a comparison are off.
+    // Both sides of the comparison may be off by kGumbelError.
     if (g == 0) bar = block_max(leader.score) - 2 * kGumbelError;
   }
   bar = block_max(leader.score) - 2 * kGumbelError;
@@ -246,7 +246,7 @@ __device__ int64_t draw(RowBlocks<kBlocks>& blocks, const Numbers& z, int64_t to
     const float number = z.get(i);
     if (!is_kept(number)) continue;
     const Philox4 words = words_of(seed, stream, drawn, z.own.group(i / 4));
-    // Registers have no index.
+    // The words are selected, not indexed: an array that is indexed at run time leaves registers.
     const uint32_t low = i % 2 == 0 ? words.word[0] : words.word[1];
     const uint32_t high = i % 2 == 0 ? words.word[2] : words.word[3];
     best = better(best, Best<float>{number + gumbel(i % 4 < 2 ? low : high), z.own.token(i)});
@@ -281,7 +281,7 @@ __device__ float log_prob(RowBlocks<kBlocks>& blocks, const Row<E>& row, int64_t
   return static_cast<float>(row[token] - most - log(row_sum(blocks, sum)));
 }
 
-/// kKept: the row's numbers fit the blocks' shared memory.
+/// Draws a token of each row. kKept: the row's numbers fit the blocks' shared memory.
 template <class E, int kBlocks, bool kKept>
 __global__ void __launch_bounds__(kThreads)
     sample_kernel(const __grid_constant__ SamplingParams p) {
@@ -297,7 +297,8 @@ __global__ void __launch_bounds__(kThreads)
   int64_t token = table[kFill];
   float log_p = 0;
   if (table[kDone] == 0) {
-    // What is needed later is read now: each way from memory takes as long as a part of the search.
+    // Settings and table are read now, as each read from memory takes as long as a part of the
+    // search.
     __shared__ double own_settings[kSettings];
     __shared__ int64_t own_table[kColumns];
     if (threadIdx.x < kSettings) own_settings[threadIdx.x] = settings[threadIdx.x];
@@ -317,16 +318,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// What a block has beside its numbers.
+/// Shared memory of a block beside its numbers.
 constexpr int kOtherBytes = 48 << 10;
 
-/// Shared memory for the numbers of one of so many blocks.
+/// Shared memory for the numbers of one block, where so many share a row.
 int64_t kept_bytes(int64_t vocab, int blocks) {
   return ceil_div(ceil_div(vocab, int64_t{4}), int64_t{blocks} * kThreads) * 4 * kThreads *
          static_cast<int64_t>(sizeof(float));
 }
 
-/// In clusters of kBlocks, or by one block a row.
+/// Launches clusters of kBlocks, or one block a row.
 template <class E, int kBlocks, bool kKept>
 cudaError_t launch_sample(const SamplingParams& p, cudaStream_t stream) {
   constexpr auto* kKernel = &sample_kernel<E, kBlocks, kKept>;
@@ -353,7 +354,7 @@ cudaError_t sample_cuda(const SamplingParams& params, cudaStream_t stream) {
     const auto keeps = [&](int blocks) {
       return kept_bytes(params.vocab, blocks) + kOtherBytes <= limits.shared_bytes;
     };
-    // As many blocks as run at once: a multiprocessor holds one.
+    // Whether all blocks run at once: a multiprocessor holds one.
     const auto run_at_once = [&](int blocks) {
       return params.rows * blocks <= limits.multiprocessors;
     };

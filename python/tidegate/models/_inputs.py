@@ -3,6 +3,8 @@ device: on the CPU, and not while a compiler traces."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,15 @@ def check_ids(owner: str, ids: Tensor, vocab_size: int, dims: str = "B, T") -> N
             f"{owner}: ids: expected int32 or int64 [{dims}]; got {ids.dtype} {tuple(ids.shape)}"
         )
     _check_range(owner, "ids", ids, 0, vocab_size, f"0 to below vocab_size={vocab_size}")
+
+
+def lengths_tensor(lengths: Any, rows: int) -> Tensor:
+    """The lengths of so many rows as a tensor; ValueError for what cannot be one."""
+    try:
+        return torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        given = " ".join(repr(lengths).split())[:80]
+        raise ValueError(f"lengths: expected int32 or int64 [B={rows}]; got {given}") from None
 
 
 def check_labels(owner: str, labels: Tensor, shape: tuple[int, ...], like: str, end: int) -> None:

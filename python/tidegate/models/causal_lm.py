@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..nn._common import Linear, is_hooked, make_linear, normal_
-from ._inputs import IGNORED, check_ids, check_labels, check_positions, refuse_own_labels
+from ._inputs import (
+    IGNORED,
+    check_ids,
+    check_labels,
+    check_positions,
+    lengths_tensor,
+    refuse_own_labels,
+)
 from .block import Model, Output, embedding_std, mean_cross_entropy, refuse_sharded
 from .config import LMConfig
 from .generating import continued
@@ -241,7 +248,7 @@ def next_labels(ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
 def pack(ids: Tensor, lengths: Tensor, minimum: int = 0) -> tuple[Tensor, Tensor]:
     """Rows of ids ``[B, T]`` cut to `lengths` ``[B]`` and laid end to end: ``[1, sum]`` and
     cu_seqlens ``[B+1]``. Reads the lengths on the host."""
-    lengths = torch.as_tensor(lengths)
+    lengths = lengths_tensor(lengths, ids.size(0))
     if lengths.shape != ids.shape[:1] or lengths.dtype not in (
         torch.int32,
         torch.int64,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ._inputs import lengths_tensor
 from .engine import engine_of
 from .sampling import Sampler, SamplingOptions, evaluating
 
@@ -29,7 +30,7 @@ def continued(
         with evaluating(model):
             return _continued_in_python(model, ids, lengths, count, options, eos)
     if lengths is not None:
-        lengths = torch.as_tensor(lengths)
+        lengths = lengths_tensor(lengths, ids.size(0))
     running = engine.start(
         ids,
         lengths,

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,20 @@ def whole(owner: str, name: str, value: Any, least: int | None = None) -> int:
     if not -_LARGEST_SEED <= number <= _LARGEST_SEED:
         raise ValueError(f"{owner}: {name}: expected an integer of 64 bits; got {value!r}")
     return number
+
+
+def _number(
+    owner: str, name: str, value: Any, wanted: str, is_right: Callable[[float], bool]
+) -> None:
+    """ValueError where the value is no number (text that spells one is none), or not as wanted."""
+    try:
+        number = None if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = None
+    if number is None:
+        raise ValueError(f"{owner}: {name}: expected a number {wanted}; got {value!r}")
+    if not is_right(number):
+        raise ValueError(f"{owner}: {name}: expected {wanted}; got {value!r}")
 
 
 @contextlib.contextmanager
@@ -74,21 +88,18 @@ class SamplingOptions:
     seed: int | None = None
 
     def check(self, owner: str) -> None:
-        """Raises ValueError, beginning with `owner`, for numbers out of their ranges."""
-        if not self.temperature >= 0.0:
-            raise ValueError(f"{owner}: temperature: expected >= 0; got {self.temperature!r}")
+        """Raises ValueError, beginning with `owner`, for what is no number or out of its range."""
+        _number(owner, "temperature", self.temperature, ">= 0", lambda x: x >= 0.0)
         if self.top_k is not None:
             whole(owner, "top_k", self.top_k, 1)
         if self.seed is not None and not isinstance(self.seed, int):  # of any size
             whole(owner, "seed", self.seed)
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"{owner}: top_p: expected in (0, 1]; got {self.top_p!r}")
-        if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"{owner}: min_p: expected in [0, 1]; got {self.min_p!r}")
-        if not self.repetition_penalty > 0.0:
-            raise ValueError(
-                f"{owner}: repetition_penalty: expected > 0; got {self.repetition_penalty!r}"
-            )
+        if self.top_p is not None:
+            _number(owner, "top_p", self.top_p, "in (0, 1]", lambda x: 0.0 < x <= 1.0)
+        if self.min_p is not None:
+            _number(owner, "min_p", self.min_p, "in [0, 1]", lambda x: 0.0 <= x <= 1.0)
+        penalty = self.repetition_penalty
+        _number(owner, "repetition_penalty", penalty, "> 0", lambda x: x > 0.0)
 
     def seed_now(self) -> int:
         """The seed, as 63 bits; one from torch's default generator where there is none."""

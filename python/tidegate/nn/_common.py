@@ -39,6 +39,9 @@ MAX_PATCH_SIZE: int = _CHOICES["max_patch_size"]
 MAX_OPTION: int = _CHOICES["max_option"]
 # How deep lists and objects may lie in one another in JSON that is read.
 MAX_JSON_DEPTH: int = _CHOICES["max_json_depth"]
+# A step of attention prunes on a GPU where a cache has at least so many bytes of keys: below that,
+# looking for what to read takes longer than reading all of it.
+LEAST_PRUNED_BYTES: int = _CHOICES["least_pruned_bytes"]
 _HALF = (torch.bfloat16, torch.float16)
 
 

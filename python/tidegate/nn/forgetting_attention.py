@@ -13,6 +13,7 @@ from .. import ops
 from ._attention_base import HeadNorm, Layout, SoftmaxAttention, attend_by_op, attend_state_by_op
 from ._attention_state import AttentionState
 from ._common import (
+    LEAST_PRUNED_BYTES,
     RMSNorm,
     bounded_gate,
     bounded_log_gate,
@@ -35,9 +36,6 @@ _LONG = re.compile(rf"long:({_NUMBER}):({_NUMBER})")
 # A pruned cache drops a token where its weight in any query to come is below prune / 2^32: all that
 # are dropped then weigh less than prune together, for as long as there are fewer than 2^32.
 _LOG_MOST_TOKENS = 32 * math.log(2)
-# A step prunes on a GPU where a cache has at least so many bytes of keys: below, looking for what
-# to read takes longer than reading all of it.
-LEAST_PRUNED_BYTES = 1 << 26
 
 
 def _parse_init(gate_init: object, heads: int) -> tuple[float, float] | GateInit | None:

@@ -16,8 +16,9 @@
 // one stage of queries, a third barrier after dk frees it, and the next copies start there.
 //
 // The gate c enters relative to the block's last key (QueryTiles::reference). In the default pass
-// the sums of dS over rows and over columns are sums of the same fp32 values, see docs/numerics.md;
-// in a deterministic one, the row sums are those of query_gradient_kernel, which computes dS again.
+// the sums of dS over rows and over columns are sums of the same fp32 values, see
+// docs/numerics_ops.md; in a deterministic one, the row sums are those of query_gradient_kernel,
+// which computes dS again.
 //
 // What stands where in the loop is measured: two warps a scheduler hide nothing, so whatever is not
 // a product stands between products, without a branch. Compare the machine code after an edit
@@ -267,6 +268,28 @@ __device__ __forceinline__ void store_dk_dv(const KeyTile<Shape>& at,
       row_stride<2>(at.w.params.dv), shared.values, at.place.tile.tokens, at.pieces, thread);
 }
 
+/// Begins with a query head. When this returns, the head's first tile is on its way, and in shared
+/// memory are the tile's statistics and the gates of the block's keys; sums of columns are zero.
+/// `tile` is passed as it is: copied, it gives other code.
+template <class Shape>
+__device__ __forceinline__ void begin_head(QueryTiles<Shape>& queries,
+                                           KeyGradientAccumulators<Shape>& acc, const int& tile) {
+  __syncthreads();           // the tiles of the head before have been read
+  if (tile < queries.end) {  // under way before anything waits for memory
+    queries.load_stage(tile, 0);
+  }
+  commit_copies();
+  const RawRowStats row = queries.read_row_stats(tile);
+  const auto key_gate = queries.read_key_gate();
+  queries.apply_key_extents();
+  queries.store_row_stats(row, 0);
+  queries.store_key_gate(key_gate);
+#pragma unroll
+  for (int j = 0; j < Shape::Scores::kColumnTiles; ++j) {
+    acc.column_sum(j, 0) = acc.column_sum(j, 1) = 0;
+  }
+}
+
 /// Block block_index's tile: its dk, dv, sums of columns, and its part of dq and of the sums of
 /// rows.
 template <class Shape>
@@ -289,20 +312,7 @@ __device__ __forceinline__ void compute_key_gradients(const TensorAttention& w,
     float* const row_sums =
         w.row_sums + (block.queries.batch * p.heads + head) * p.layout.time + block.queries.start;
     int tile = queries.begin;
-    __syncthreads();           // the tiles of the head before have been read
-    if (tile < queries.end) {  // under way before anything waits for memory
-      queries.load_stage(tile, 0);
-    }
-    commit_copies();
-    const RawRowStats row = queries.read_row_stats(tile);
-    const auto key_gate = queries.read_key_gate();
-    queries.apply_key_extents();
-    queries.store_row_stats(row, 0);
-    queries.store_key_gate(key_gate);
-#pragma unroll
-    for (int j = 0; j < Shape::Scores::kColumnTiles; ++j) {
-      acc.column_sum(j, 0) = acc.column_sum(j, 1) = 0;
-    }
+    begin_head(queries, acc, tile);
 
     for (int stage = 0; tile < queries.end; ++tile, stage ^= 1) {
       wait_for_copies<0>();

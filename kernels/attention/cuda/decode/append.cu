@@ -123,6 +123,21 @@ __device__ E* cache_row(const HeadSeries& cache, int64_t b, int64_t place, int64
          b * cache.stride_b + place * cache.stride_t + head * cache.stride_h;
 }
 
+/// log_f of gate h of row b.
+template <class E>
+__device__ __forceinline__ float log_gate(const AttentionAppendParams& p, int64_t b, int64_t h) {
+  float log_f = 0.0f;
+  if (p.gate_bias != nullptr) {
+    float logit = p.gate_bias[h];
+    if (p.gate_logits != nullptr) {
+      logit += widen(static_cast<const E*>(p.gate_logits)[b * p.stride_gate_logits + h]);
+    }
+    log_f = log_sigmoid(logit);
+    if (p.gamma != nullptr) log_f = bounded(log_f, p.gamma[h]);
+  }
+  return log_f;
+}
+
 template <class E, int kBlocks>
 __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ AttentionAppendParams p) {
@@ -166,16 +181,7 @@ __global__ void __launch_bounds__(kThreads)
   // The gates are the last block's, whose warps may have no head.
   for (int64_t h = threadIdx.x; rank == kBlocks - 1 && has_room && h < p.gate_heads;
        h += kThreads) {
-    float log_f = 0.0f;
-    if (p.gate_bias != nullptr) {
-      float logit = p.gate_bias[h];
-      if (p.gate_logits != nullptr) {
-        logit += widen(static_cast<const E*>(p.gate_logits)[b * p.stride_gate_logits + h]);
-      }
-      log_f = log_sigmoid(logit);
-      if (p.gamma != nullptr) log_f = bounded(log_f, p.gamma[h]);
-    }
-    *cache_row<float>(p.log_f, b, place, h) = log_f;
+    *cache_row<float>(p.log_f, b, place, h) = log_gate<E>(p, b, h);
   }
   // Everyone has read the counts.
   if constexpr (kBlocks > 1) {

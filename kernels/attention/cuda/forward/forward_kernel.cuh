@@ -297,6 +297,34 @@ struct ForwardWarp {
   }
 };
 
+/// Starts the copies of the tile after `tile`, if there are `more`, and reads its gate of this
+/// thread's key, which the result is.
+template <class Shape>
+__device__ __forceinline__ double load_next(const ForwardBlock<Shape>& at, int tile, int stage,
+                                            bool more) {
+  double next_gate = 0;
+  if (more) {
+    at.load_stage(tile - 1, stage ^ 1);
+    next_gate = at.read_key_gate(tile - 1);
+  }
+  commit_copies();
+  return next_gate;
+}
+
+/// o and the log-sum-exp of the warp's rows.
+template <class Shape>
+__device__ __forceinline__ void store_outputs(const ForwardBlock<Shape>& at,
+                                              const ForwardWarp<Shape>& warp,
+                                              OnlineSoftmax<Shape>& softmax) {
+  if (at.tiles.end <= at.tiles.begin) {  // the queries that stand where outputs go have not landed
+    wait_for_copies<0>();
+    __syncthreads();
+  }
+  softmax.normalize();
+  warp.store_lse(softmax);
+  warp.store_o(softmax);
+}
+
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     forgetting_attention_forward_kernel(const __grid_constant__ TensorAttention w) {
@@ -325,13 +353,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   for (int tile = at.tiles.end - 1; tile >= at.tiles.begin; --tile, stage ^= 1) {
     wait_for_copies<0>();
     __syncthreads();  // the tile is there, and all are done with the one before it
-    double next_gate = 0;
     const bool more = tile > at.tiles.begin;
-    if (more) {
-      at.load_stage(tile - 1, stage ^ 1);
-      next_gate = at.read_key_gate(tile - 1);
-    }
-    commit_copies();
+    const double next_gate = load_next(at, tile, stage, more);
 #pragma unroll 1
     for (int part = kKeys / kPart - 1; part >= 0; --part) {
       const int key = tile * kKeys + part * kPart;
@@ -361,13 +384,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       at.store_key_gate(next_gate, stage ^ 1);
     }
   }
-  if (at.tiles.end <= at.tiles.begin) {  // the queries that stand where outputs go have not landed
-    wait_for_copies<0>();
-    __syncthreads();
-  }
-  softmax.normalize();
-  warp.store_lse(softmax);
-  warp.store_o(softmax);
+  store_outputs(at, warp, softmax);
 }
 
 // ---- The launch ----

@@ -8,9 +8,10 @@
 
 namespace tidegate::kernels::scan {
 
-/// The warps for which a multiprocessor has registers: 65536 are 128 for each thread of 16 warps.
-/// So many a block may have; where an SM has several, they share the 16 (launch.cuh). Kernels are
-/// compiled for 128 registers whatever the warps of a launch (__launch_bounds__).
+/// The warps for which a multiprocessor has registers: 65536 are 128 for each thread of 16 warps. A
+/// block has at most that many warps; where an SM has several blocks, these share the 16
+/// (launch.cuh). Kernels are compiled for 128 registers whatever the warps of a launch
+/// (__launch_bounds__).
 constexpr int kMaxWarps = 16;
 
 /// A warp's place in its warp group (the warps of a block, or half of them), and the warp group's
@@ -20,7 +21,8 @@ struct WarpPosition {
   int lane;
   int rank, warp_groups;
 
-  /// Otherwise the compiler finds them anew wherever a carry warp waits.
+  /// Keeps warp and lane in registers. Otherwise the compiler computes both anew wherever a carry
+  /// warp waits.
   __device__ void keep_in_registers() { asm("" : "+r"(warp), "+r"(lane)); }
 };
 
@@ -56,8 +58,8 @@ struct AffineMap {
     }
   }
 
-  /// What differs from chunk to chunk where all decays are equal; and the map of such a chunk, with
-  /// the decay of this one.
+  /// What differs from chunk to chunk where all decays are equal; and the map that such an added
+  /// part makes with the decay of this map.
   struct Added {
     Number x[kVec];
   };
@@ -214,7 +216,7 @@ struct CarryChainShared {
       carry[kMaxWarps];  // the state that enters a warp's chunk
   uint64_t carry_ready[kMaxWarps];
 
-  /// Nothing here; wkv4's multi-block carry has something to prepare from the Op.
+  /// A single-block carry has nothing to prepare from the Op; wkv4's multi-block carry has.
   __device__ void prepare(const Op&, const WarpPosition&) const {}
   __device__ void init(const WarpPosition& at) {
     if (at.lane == 0) {

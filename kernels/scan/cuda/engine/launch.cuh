@@ -29,7 +29,7 @@ ScanChains chains_of(const SequenceLayout& layout, int64_t channels, int8_t shar
   return ScanChains::of(layout.sequences, channels, kWarpSize * Op::kVec, sharing);
 }
 
-/// As many compute warps of a warp group as have room, `most` or fewer.
+/// How many compute warps of a warp group have room, `most` or fewer.
 template <class Op, ScanMode kMode>
 int warps_that_fit(int most, const DeviceLimits& limits) {
   while (most > 1 && SharedLayout<Op, kMode>::bytes(most) > limits.shared_bytes) {
@@ -85,10 +85,10 @@ int most_warps(const ScanSize& size, const DeviceLimits& limits) {
   return warps_that_fit<Op, ScanMode::kSingleBlock>(most, limits);
 }
 
-/// Its warps: where rings hold all chunks of every sequence at once, so many that each has as many
-/// chunks. With a few chunks more than warps, a state would else pass all warps again, and each of
-/// them copy and decode a chunk that does not exist. (Packed sequences may be longer than the
-/// mean.)
+/// How many warps a single-block scan has. Where rings hold all chunks of every sequence at once,
+/// this many give each warp equally many chunks. With a few chunks more than warps, a state would
+/// else pass all warps again, and each of them copy and decode a chunk that does not exist. (Packed
+/// sequences may be longer than the mean.)
 template <class Op>
 int even_warps(const SequenceLayout& layout, int64_t chunks, int most) {
   const int64_t iterations = ceil_div(chunks, most);
@@ -97,9 +97,9 @@ int even_warps(const SequenceLayout& layout, int64_t chunks, int most) {
              : most;
 }
 
-/// As many blocks a sequence as the device holds, or fewer that do with as many iterations; so few
-/// that each makes `iterations` of them, where the sequence is long enough. Leaves the plan alone
-/// where they do not fit.
+/// Plans as many blocks a sequence as the device holds, or fewer where these do with as many
+/// iterations, and so few that each makes `iterations` of them, where the sequence is long enough.
+/// Leaves the plan alone where the blocks do not fit.
 template <class Op>
 cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, int iterations,
                              ScanPlan* plan) {
@@ -110,7 +110,7 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
   if (size.chains > resident) {
     return cudaSuccess;
   }
-  // One block in one iteration: its warp groups' tiles together.
+  // The steps of one block in one iteration: its warp groups' tiles together.
   const int64_t block_chunks = WarpGroupShape<Op>::kWarpGroups * warps;
   const int64_t block_tiles = ceil_div(size.chunks, block_chunks);
   const int64_t most = std::clamp<int64_t>(block_tiles / iterations, 1, resident / size.chains);
@@ -124,7 +124,7 @@ cudaError_t plan_multi_block(const ScanSize& size, const DeviceLimits& limits, i
   return cudaSuccess;
 }
 
-/// One recurrence in the tile configurations of the three regimes.
+/// The Ops of one recurrence in the tile configurations of the three regimes.
 template <class Recurrence, template <class> class Rowed>
 struct OpsOfRegimes {
   template <Regime kRegime>
@@ -219,7 +219,7 @@ cudaError_t launch_sequential(const typename Op::Params& params, cudaStream_t st
 ///   Op<Rowed, kPack, kRegime>  the Op over packs of kPack channels, in the configuration of a
 ///                              regime; its elements are Rowed<T>, Aligned or Unaligned
 ///   kVec                       the pack that makes four bytes
-///   tensors(params)            those with a time axis
+///   tensors(params)            the tensors with a time axis
 template <class Recurrence, class Params>
 struct ScanRecurrence {
   /// The Op of the sequential scan. (A template, since Recurrence is not yet complete here.)

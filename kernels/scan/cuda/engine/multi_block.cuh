@@ -31,8 +31,9 @@
 
 namespace tidegate::kernels::scan {
 
-/// Warp groups of a block, and the compute warps of one. Those of a pipelined scan have work to do
-/// while a state is on its way; others wait, and a second warp group works.
+/// How many warp groups a block has, and how many compute warps a warp group. Compute warps of a
+/// pipelined scan have work to do while a state is on its way; others wait, and a second warp group
+/// works meanwhile.
 template <class Op>
 struct WarpGroupShape {
   static constexpr int kWarpGroups = is_pipelined<Op>() ? 1 : 2;
@@ -108,10 +109,10 @@ struct CarryWorkspace {
 template <class Op>
 struct alignas(16) MultiBlockShared {
   // With prefix maps all compute warps are handed the state that enters the tile, and each the map
-  // of the chunks before its own, in the place of its own. That is so where maps are small (equal
-  // decays, or single-float ones) and where compute warps are many (a pipelined scan has up to 15).
-  // Else (7 compute warps, two-float decays that differ) each is handed the state that enters its
-  // chunk: maps are large, and a state crosses few of them quickly.
+  // of the chunks before its own, in the place of its own. Prefix maps are used where maps are
+  // small (equal decays, or single-float ones) and where compute warps are many (a pipelined scan
+  // has up to 15). Otherwise (7 compute warps, two-float decays that differ) each warp is handed
+  // the state that enters its chunk: maps are large, and a state crosses few of them quickly.
   static constexpr int kComputeWarps = WarpGroupShape<Op>::kComputeWarps;
   static constexpr bool kPrefixMaps =
       Op::kEqualDecays || is_pipelined<Op>() || Op::kSingleFloatDecay;
@@ -129,7 +130,7 @@ struct alignas(16) MultiBlockShared {
   __device__ Set& set(int iteration) { return sets[kSets == 1 ? 0 : iteration % kSets]; }
   static __device__ int parity(int iteration) { return iteration / kSets & 1; }
 
-  /// Nothing here; wkv4's multi-block carry has something to prepare from the Op.
+  /// This carry has nothing to prepare from the Op; wkv4's multi-block carry has.
   __device__ void prepare(const Op&, const WarpPosition&) const {}
   __device__ void init(const WarpPosition& at) {
     if (at.lane == 0 && at.warp == at.warps) {
@@ -148,7 +149,7 @@ struct alignas(16) MultiBlockShared {
     }
   }
 
-  /// A compute warp's part of an iteration: its map...
+  /// A compute warp publishes the map of its chunk...
   __device__ void publish_map(const WarpPosition& at, int iteration,
                               const AffineMap<typename Op::Number, Op::kVec>& map) {
     Set& now = set(iteration);
@@ -159,7 +160,7 @@ struct alignas(16) MultiBlockShared {
     }
     mbarrier_arrive(&now.maps_ready);
   }
-  /// ... for the state that enters its chunk.
+  /// ... and later receives the state that enters its chunk.
   __device__ void receive(const WarpPosition& at, int iteration,
                           typename Op::Number (&s)[Op::kVec]) {
     Set& now = set(iteration);
@@ -280,7 +281,8 @@ struct CarryWarp {
     }
   }
 
-  /// To the first warp group of the next carry group, after the group's map `through`.
+  /// Sends the state, after the carry group's map `through`, to the first warp group of the next
+  /// carry group.
   __device__ void send_state(const Number (&state)[Op::kVec], const Map& through, int next,
                              int iteration) const {
     Number leaving[Op::kVec];
@@ -297,7 +299,7 @@ struct CarryWarp {
 
   using ChunkMaps = Map[kPrefixMaps ? 1 : kComputeWarps];
 
-  /// One state to all compute warps, or to each the one that enters its chunk.
+  /// Hands one state to all compute warps, or to each warp the state that enters its chunk.
   __device__ void hand_out(Set& now, Number (&state)[Op::kVec], const ChunkMaps& chunks) const {
 #pragma unroll
     for (int i = 0; i < MultiBlockShared<Op>::kCarries; ++i) {

@@ -46,8 +46,8 @@
 //   launch_sequential(params, stream)     a kernel of its own instead of the sequential scan
 //   Chunk                          with kHasOwnChunk, what WarpChunk<Op> is then: wkv4's, which are
 //                                  Wkv4Forward::Chunk, Wkv4SingleBlockChunk, Wkv4MultiBlockChunk.
-//                                  It is carried by map and emits while advancing, so it has
-//                                  decode, compose and advance_and_emit. With
+//                                  Such a chunk is carried by map and emits while advancing, so it
+//                                  has decode, compose and advance_and_emit. With
 //                                  Pipelining::kOwnChunk compose is told
 //                                  where the chunk lies, and take(ring, stage) may do the second
 //                                  time what decode has made easy

@@ -60,23 +60,23 @@ class Ring {
     __syncwarp();
   }
 
-  /// Moves the inputs of a chunk that has come to where they are taken from. They lie there
+  /// Moves the inputs of a chunk that has come to where they are taken from. Aligned rows lie there
   /// already.
   __device__ void put_in_place(const Op&, int) const {}
 
-  /// Step i of a chunk. Which step of the scan that chunk begins at is asked where rows are
-  /// unaligned (unaligned_ring.cuh).
+  /// Takes step i of a chunk. The step of the scan with which that chunk begins matters only where
+  /// rows are unaligned (unaligned_ring.cuh).
   __device__ typename Op::Raw take(const Op& op, int stage, int i, int = 0) const {
     return op.gather(SlotSource{slot(stage, i), lane_}, 0, 0);
   }
-  /// What Op::fetch_chunk_inputs was given to fill.
+  /// The inputs of a chunk that Op::fetch_chunk_inputs was given to fill.
   __device__ char* chunk_inputs(int stage) const { return slot(stage, Op::kSteps); }
   __device__ int lane() const { return lane_; }
 
   // Outputs may leave by way of the ring (wkv4_forward.cuh), in the slots of inputs that have been
   // read: rows are then stored like they are fetched, several at once.
 
-  /// Puts step i's output into the slot of its input number `input`; or one of its channels.
+  /// Puts step i's output, or one channel of it, into the slot of the step's input number `input`.
   template <class T, int kVec>
   __device__ void stage_output(int stage, int i, int input, const Pack<T, kVec>& p) const {
     *reinterpret_cast<Pack<T, kVec>*>(slot_of_input(stage, i, input) + lane_ * Op::kPackBytes) = p;
@@ -85,7 +85,7 @@ class Ring {
   __device__ void stage_output_channel(int stage, int i, int input, int c, T x) const {
     reinterpret_cast<T*>(slot_of_input(stage, i, input) + lane_ * Op::kPackBytes)[c] = x;
   }
-  /// Stores the outputs in the slots of that input, from step k of the scan on.
+  /// Stores the outputs that lie in the slots of input number `input`, from step k of the scan on.
   template <class T, int kVec>
   __device__ void store_outputs(int stage, int input, const Rows<T, kVec>& rows, int k,
                                 int end) const {
@@ -169,14 +169,14 @@ class SplitRing {
     __syncwarp();
   }
 
-  /// What compose reads of step i of an iteration's chunk, which begins at step k.
+  /// Takes what compose reads of step i of an iteration's chunk, which begins at step k.
   __device__ Raw take_for_compose(const Op& op, int iteration, int i, int /*k*/) const {
     Raw raw;
     SlotSource from{compose_slot(iteration, i), lane_};
     op.gather_for_compose(from, raw, 0);
     return raw;
   }
-  /// All inputs of the step.
+  /// Takes all inputs of the step.
   __device__ Raw take(const Op& op, int iteration, int i, int k) const {
     Raw raw = take_for_compose(op, iteration, i, k);
     SlotSource from{other_slot(iteration, i), lane_};

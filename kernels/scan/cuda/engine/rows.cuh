@@ -55,7 +55,7 @@ class Rows {
             element_offset(series, seq.batch, first, channels.first) * int64_t{sizeof(T)};
     const int stride = static_cast<int>(series.stride_t) * static_cast<int>(sizeof(T));
     stride_ = backwards ? -stride : stride;
-    // Otherwise the compiler adds the parts of base_ anew, and in 64 bits, for every row.
+    // Without this, the compiler adds the parts of base_ anew, and in 64 bits, for every row.
     asm("" : "+l"(base_), "+r"(stride_));
   }
 
@@ -83,7 +83,7 @@ class Rows {
 // Sources: where the inputs of one step come from. An op lists its inputs once, as calls
 // source(pack, rows, k) in a fixed order, and the source decides what such a call does.
 
-/// Loads them from device memory.
+/// Loads a step's inputs from device memory.
 struct DirectSource {
   template <class T, int kVec>
   __device__ void operator()(Pack<T, kVec>& pack, const Rows<T, kVec>& rows, int k, int shift = 0) {
@@ -91,8 +91,8 @@ struct DirectSource {
   }
 };
 
-/// Starts their copies into this thread's part of a slot of shared memory. A warp's slot holds, for
-/// every input in turn, the packs of its 32 threads side by side.
+/// Starts the copies of a step's inputs into this thread's part of a slot of shared memory. A
+/// warp's slot holds, for every input in turn, the packs of its 32 threads side by side.
 struct FetchSource {
   char* slot;
   int lane;
@@ -133,7 +133,7 @@ struct WideFetchSource {
   }
 };
 
-/// Takes them from the slot.
+/// Takes a step's inputs from its slot.
 struct SlotSource {
   const char* slot;
   int lane;

@@ -74,7 +74,7 @@ struct SharedLayout {
   static __host__ __device__ constexpr int staging(int warps) {
     return kRings + kWarpGroups * warps * RingOf<Op>::kBytes;
   }
-  /// With so many compute warps a warp group.
+  /// All bytes, where a warp group has this many compute warps.
   static __host__ __device__ constexpr int bytes(int warps) {
     return staging(warps) + kWarpGroups * warps * staging_bytes<Op>();
   }
@@ -227,7 +227,7 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
   }
 
   __syncthreads();  // the shared-memory carry, a pack or more for every thread, becomes scratch
-  // A carry warp takes part, with sums of zero.
+  // A carry warp takes part in the reduction, with sums of zero.
   op.reduce(n * at.warp_groups + at.rank, &shared, at.warp, at.warps + (kMultiBlock ? 1 : 0),
             at.lane);
 }
@@ -238,7 +238,7 @@ __global__ __launch_bounds__(BlockBounds<Op, kMode>::kThreads,
 template <class Op>
 __global__ void sequential_scan_kernel(const __grid_constant__ typename Op::Params params,
                                        const __grid_constant__ ScanLaunch launch) {
-  // A step of decoding has one before it and one after it, which both begin early.
+  // A step of decoding stands between two other kernels, and each of the three begins early.
   let_next_kernel_begin();
   wait_for_kernels_before();
   const int64_t channel_tile = blockIdx.x % launch.channel_tiles;

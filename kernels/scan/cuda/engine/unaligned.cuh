@@ -13,7 +13,7 @@ template <class T>
 struct Unaligned {
   T value;
 };
-/// A T whose rows are multiples of a thread's pack apart: all other data.
+/// A T whose rows are multiples of a thread's pack apart, as most data are.
 template <class T>
 using Aligned = T;
 

@@ -64,7 +64,8 @@ class Rows<Unaligned<T>, kVec> : Rows<T, kVec> {
     }
   }
 
-  /// This thread's channels of row k, from device memory. A channel that does not exist is zero.
+  /// Reads this thread's channels of row k from device memory. A channel that does not exist is
+  /// zero.
   __device__ Packed load(int k) const {
     const char* const from = Base::at(k);
     T elements[kVec] = {};
@@ -88,7 +89,7 @@ class Rows<Unaligned<T>, kVec> : Rows<T, kVec> {
     copy_piece_async(row + (part + piece), at - phase, bytes);
   }
 
-  /// This thread's channels of row k from where copy_piece has put the row.
+  /// Reads this thread's channels of row k from where copy_piece has put the row.
   __device__ Packed take(const char* row, int k, int shift) const {
     const unsigned start = low_bits(Base::base_) + static_cast<unsigned>(k * Base::stride_) +
                            static_cast<unsigned>(shift - in_tile_);
@@ -111,8 +112,8 @@ class Rows<Unaligned<T>, kVec> : Rows<T, kVec> {
     return p;
   }
 
-  /// Both channels by one store, or each by its own. Written out, since three branches a row cost
-  /// the compiler as much time as the rest of an unrolled chunk.
+  /// Stores both channels by one instruction, or each by its own. The PTX is written out, since
+  /// three branches a row cost the compiler as much time as the rest of an unrolled chunk.
   __device__ void store_two(char* to, uint32_t bits, bool together) const {
     asm volatile(
         "{\n"
@@ -157,7 +158,7 @@ struct UnalignedChain {
       tile = (in_group - shared_tiles) % tiles;
     }
   }
-  /// Lanes of each sequence.
+  /// How many lanes each sequence has.
   __device__ int lanes() const { return kWarpSize >> sharing; }
   /// Where there are fewer than 2^sharing, lanes left over repeat the last one.
   __device__ int64_t sequence_of(int lane, const SequenceLayout& layout) const {

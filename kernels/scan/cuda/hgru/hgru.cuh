@@ -170,7 +170,7 @@ struct HgruBackward
   }
 
   __device__ void activate(Real x, Real* value, Real* derivative) const {
-    // Both are always computed: branches would cost more.
+    // Both expressions are always computed: a branch would cost more.
     if constexpr (Base::kReal16BitMultiBlock) {
       const Real s = Base::fast_sigmoid(x);
       *value = x * s;

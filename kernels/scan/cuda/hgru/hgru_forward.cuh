@@ -80,16 +80,16 @@ struct HgruBase : Parts<Data_, kComplex_, kVec_> {
   using Gate = Gate_;
   using Math = GateMath<Real, sizeof(Data) == 2>;
   static constexpr bool kEqualDecays = false;
-  // A complex state takes too long through a chunk for the chain to wait.
+  // A complex state takes so long through a chunk, step by step, that the chain would wait for it.
   static constexpr bool kCarryByMap = kComplex;
-  // A case of its own: its maps are single-float, and its backward pass emits as it advances and
-  // finds SiLU from one fast sigmoid.
+  // Real 16-bit data in a multi-block scan are a case of their own: maps are single-float, and the
+  // backward pass emits as it advances and finds SiLU from one fast sigmoid.
   static constexpr bool kReal16BitMultiBlock =
       kRegime == Regime::kMultiBlock && !kComplex && sizeof(Data) == 2;
   // Decays are at most one, and 16-bit data do not show one rounding a chunk.
   static constexpr bool kSingleFloatDecay = kReal16BitMultiBlock;
-  // 10 % less time forward and 5 backward, T = 131072 on an H100; linear_scan would lose 4 %, and
-  // the others gain nothing.
+  // Polling takes 10 % less time forward and 5 backward at T = 131072 on an H100; linear_scan
+  // would lose 4 %, and the others gain nothing.
   static constexpr bool kPollsForMaps = kReal16BitMultiBlock;
   // Bytes of one thread's elements of one row, the same for every input; zero where they differ.
   static constexpr int kPackBytes = sizeof(Data) == sizeof(Gate) ? sizeof(Data) * kVec : 0;
@@ -232,7 +232,7 @@ struct HgruForward
     return d;
   }
 
-  // Where instructions are what is short, two reciprocals take fewer than one for both.
+  // Where instructions bound the scan, two reciprocals take fewer than one shared reciprocal.
   static constexpr bool kFastDecode =
       kPipelining == Pipelining::kStagingBuffer && sizeof(Data) == 2;
 

@@ -2,8 +2,8 @@
 // block has a sequence, and a thread four channels, of both parts where the state is complex. The
 // product after it would otherwise make the norm and the gate in each of its blocks anew.
 //
-// What no kernel writes, and the turns of the state by exp(i theta), are there before the kernel
-// before has ended.
+// A block reads the parameters and computes the turns exp(i theta) before the kernel that makes its
+// inputs has ended.
 
 #include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/numeric.cuh"
@@ -20,7 +20,7 @@ namespace {
 constexpr int kVec = 4;  // channels of a thread
 constexpr int kMostThreads = 1024;
 
-/// The sum over the block, for every thread; `sums` by turns.
+/// The sum over the block, for every thread. `sums`: a buffer that no thread may still be reading.
 __device__ float block_sum(float mine, float* sums) {
   mine = warp_sum(mine);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = mine;
@@ -73,7 +73,7 @@ struct HgruToken {
                             exists && p.step.h0 != nullptr);
   }
 
-  /// What no kernel writes.
+  /// Reads what no kernel of the chain writes: parameters and, once settled, the state.
   __device__ __forceinline__ void load_constants() {
     gamma = load_four(static_cast<const float*>(p.step.gamma), channel,
                       exists && p.step.gamma != nullptr);
@@ -99,7 +99,7 @@ struct HgruToken {
     }
   }
 
-  /// What the kernel before writes.
+  /// Reads what the kernel before writes: c, f and the gate.
   __device__ __forceinline__ void load_token() {
     f = load_four<E>(p.step.f, row, channel, exists);
 #pragma unroll

@@ -40,7 +40,8 @@ using E = __nv_bfloat16;
 constexpr int kVec = 2;  // channels of a thread
 constexpr int kRowThreads = kTile / kVec;
 constexpr int kLeastBlocks = kBatchRows * kRowThreads / kThreads;  // then a thread has one row
-// So much shared memory leaves room for a block of the product before it: else more blocks share.
+// A block with this much shared memory leaves room for a block of the product before it. Where a
+// block would need more, more blocks share the channels.
 constexpr int kMostBytes = 150 << 10;
 
 /// Kinds of numbers that a channel has of the product.
@@ -126,7 +127,7 @@ struct TokenPair {
     return (row * kParts + part) * channels + channel;
   }
 
-  /// What no kernel writes.
+  /// Reads the parameters, which no kernel of the chain writes.
   __device__ __forceinline__ void load_constants() {
     const HgruParams& step = p.token.step;
 #pragma unroll 1
@@ -210,7 +211,8 @@ struct TokenPair {
     }
   }
 
-  /// The step; writes the state and y. The pair's squares of h.
+  /// Makes the step of the pair of channels, writes the state and y, and returns the sum of the
+  /// squares of h.
   __device__ __forceinline__ float step() const {
     const HgruParams& step = p.token.step;
     float h[kParts][kVec], y[kParts][kVec], square = 0.0f;
@@ -253,7 +255,8 @@ struct TokenPair {
     return square;
   }
 
-  /// Over the cluster's channels of the row, for the next product.
+  /// Leaves the sum of squares over the cluster's channels of a row, for the norm of the next
+  /// product.
   __device__ __forceinline__ void leave_square(float mine) const {
 #pragma unroll
     for (int distance = kRowThreads / 2; distance > 0; distance /= 2) {
@@ -278,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const BatchWork work(s);
   char* const x = product::aligned_panels(dynamic);
   float* const parts = reinterpret_cast<float*>(x + s.parts_at);
-  // Sums of squares lie behind the sums: there were x and the weights.
+  // Sums of squares lie behind the sums, where x and the weights were.
   float* const exchanged = reinterpret_cast<float*>(x + s.parts_at + s.parts_bytes);
   char* const constants = x + s.main_bytes;
   const auto weights = [&](int column) -> const E* {

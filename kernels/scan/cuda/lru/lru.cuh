@@ -36,7 +36,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   Channels channels;
   Sequence seq;
   const void *nu_log, *theta_log, *gamma_log;
-  // Prepared; zero in a carry warp, which has no steps of its own.
+  // What prepare() computes; zero in a carry warp, which has no steps of its own.
   Real nu[kVec] = {}, theta[kVec] = {}, gamma[kVec] = {};
   Precise<Number> decay[kVec] = {}, chunk[kVec] = {};
 
@@ -67,12 +67,12 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
   __device__ Real parameter(const void* values, int v) const {
     return static_cast<const Real*>(values)[channels.at(v)];
   }
-  /// Those of the thread's channel number v.
+  /// The given parameters of the thread's channel number v.
   __device__ Given given(int v) const {
     return {parameter(nu_log, v), kComplex ? parameter(theta_log, v) : Real(0),
             parameter(gamma_log, v)};
   }
-  /// Those of the first channel that the thread's warp prepares.
+  /// The given parameters of the first channel that the thread's warp prepares.
   __device__ Given given(const WarpPosition& at) const { return given(min(at.warp, kVec - 1)); }
 
   template <int kSteps>
@@ -113,7 +113,7 @@ struct LruBase : Parts<Data_, kComplex_, kVec_> {
       found.theta = Real(0);
     }
     found.gamma = static_cast<Real>(gamma.hi);
-    // It is used as nu * lambda, which is zero there; infinity times zero would be NaN.
+    // nu is used as nu * lambda, which is zero there; infinity times zero would be NaN.
     found.nu = modulus.hi == 0.0 ? Real(0) : static_cast<Real>(rate.hi);
     return found;
   }
@@ -229,7 +229,8 @@ struct LruForward : LruBase<Data_, kComplex_, kVec_, kRegime>,
       kept[v] = s[v];
     }
   }
-  /// With the two-float decay: a state may take any number of steps, each a launch of its own.
+  /// advance() with the two-float decay: a state may take any number of steps, each a launch of its
+  /// own.
   __device__ void advance_alone(const Raw& raw, Number (&s)[kVec], Number (&kept)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {

@@ -274,7 +274,7 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
       }
     }
   }
-  /// Rescales to the exponent of the state as it was given.
+  /// Rescales the gradient of the state to the exponent of the state as it was given.
   __device__ void store_final_state(const Number (&s)[kVec]) const {
     Number d[kVec];
 #pragma unroll
@@ -338,7 +338,7 @@ struct Wkv4Backward : Wkv4Base<Data_, kVec_, kRegime, true>,
     return absorb_rest(this->first_state(key, c));
   }
 
-  // Outputs leave in the slots of these inputs.
+  // Outputs leave by way of the slots of these inputs.
   static constexpr int kSlotOfDk = 0, kSlotOfDv = 1;
 
   /// The slow path of one channel: takes what flows back through the chunk, and, emitting, what it

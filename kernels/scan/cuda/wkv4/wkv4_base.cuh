@@ -15,7 +15,7 @@
 
 namespace tidegate::kernels::scan {
 
-/// A logarithm as a binary one; and by how much it lies above another one, rounded once.
+/// A natural logarithm as a binary one, and the distance of two as one, rounded once.
 __device__ inline float binary(float x) { return x * kLog2E; }
 __device__ inline float binary_above(float x, float exponent) {
   return fused(x, kLog2E, -exponent);
@@ -196,9 +196,9 @@ struct Wkv4Base : OpDefaults {
     }
   }
 
-  /// Zero, or the median of a channel's first keys where that is far from zero. (The very first key
-  /// alone is now and then an outlier; all other chunks, within no range of it, would then take the
-  /// slow path to the end of the sequence.)
+  /// A channel's shared exponent: zero, or the median of its first keys where that is far from
+  /// zero. (The very first key alone is now and then an outlier; all other chunks, within no range
+  /// of it, would then take the slow path to the end of the sequence.)
   __device__ void find_shared_exponent() {
     constexpr int kKeys = 5;
     Pack<Data, kVec> first[kKeys] = {};
@@ -252,7 +252,7 @@ struct Wkv4Base : OpDefaults {
       *reinterpret_cast<StatePack*>(to) = pack<Real, kVec>(part);
     }
   }
-  /// Starts the copy of one.
+  /// Starts the copy of a saved state.
   __device__ void copy_saved(char* to, const Real* from) const {
     if constexpr (kIsUnaligned<Data>) {
 #pragma unroll

@@ -18,7 +18,7 @@
 
 namespace tidegate::kernels::scan {
 
-/// exp(-w) for some number of steps, as a factor in two floats.
+/// A decay exp(-w) over some number of steps, as a factor in two floats.
 template <int kVec>
 struct Wkv4Decay {
   float hi[kVec], lo[kVec];
@@ -37,12 +37,12 @@ struct Wkv4Decay {
   }
 };
 
-/// Sums of the channels of a thread, or another pair of numbers a channel.
+/// The sums y and z of a thread's channels, or another pair of numbers a channel.
 template <int kVec>
 struct alignas(8 * kVec) Wkv4Sums {
   float y[kVec], z[kVec];
 };
-/// Their exponents, which are whole numbers.
+/// The exponents of the maps, which are whole numbers.
 template <int kVec>
 struct alignas(4 * kVec) Wkv4Exponents {
   float m[kVec];
@@ -137,8 +137,8 @@ struct alignas(16) MultiBlockShared<Op> {
   using Decay = Wkv4Decay<kVec>;
 
   struct Set {
-    // Those of the compute warps' chunks, then of the chunks before these; and the state that
-    // enters the tile.
+    // The maps of the compute warps' chunks, later those of all chunks before each of them; and,
+    // last, the state that enters the tile.
     Wkv4Sums<kVec> sums[kComputeWarps + 1][kWarpSize];
     Wkv4Exponents<kVec> exponents[kComputeWarps + 1][kWarpSize];
     uint64_t maps_ready, carry_ready;

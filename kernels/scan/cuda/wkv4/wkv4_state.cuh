@@ -27,7 +27,7 @@ __device__ inline double exp_of(double x) { return exp(x); }
 __device__ inline float reciprocal(float x) { return reciprocal_approx(x); }
 __device__ inline double reciprocal(double x) { return 1.0 / x; }
 
-/// The smaller one; NaN stays NaN.
+/// The smaller of two numbers; NaN stays NaN.
 template <class Real>
 __device__ inline Real at_most(Real x, Real largest) {
   return x > largest ? largest : x;
@@ -47,11 +47,11 @@ template <class Real>
 struct Wkv4Weights {
   Real first, second;
 
-  /// Those whose natural logarithms differ by `distance` = second - first.
+  /// The pair of weights whose natural logarithms differ by `distance` = second - first.
   __device__ static Wkv4Weights at(Real distance) {
     return from(distance, exp_of(-magnitude(distance)));
   }
-  /// Those whose binary logarithms differ by whole + rest.
+  /// The pair of weights whose binary logarithms differ by whole + rest.
   __device__ static Wkv4Weights at_binary(Real whole, Real rest) {
     const bool second_leads = whole + rest > Real(0);
     return from(whole + rest, second_leads ? exp2_of(-whole, -rest) : exp2_of(whole, rest));
@@ -188,7 +188,7 @@ struct BinaryLog {
   __device__ BinaryLog(float whole, float rest) : whole(whole), rest(rest) {}
   __device__ explicit BinaryLog(float x) {
     whole = rintf(x * kLog2E);
-    // Beyond 2^23, and for infinity, there are no digits behind the point.
+    // Beyond 2^23, and for infinity, a float has no digits behind the point.
     rest = fmaxf(fminf(fused(x, kLog2E, -whole), 0.5f), -0.5f);
   }
 };
@@ -392,7 +392,7 @@ struct Wkv4Sequential {
         flow.z = fused(old, flow.z, -by_sums * output.o);
       }
       if (first == 0 && f.state != nullptr) {
-        // From the scan's exponent to that of the state as it was given.
+        // dL/dstate goes from the scan's exponent to that of the state as it was given.
         const Real given = load_wkv4_state<Real>(f.state, n, d, at.channel).m;
         const Real back = exp_of(at_most(given - states[0].m, kWkv4LargestGradientScale<Real>));
         flow = {bounded(flow.y * back), bounded(flow.z * back), Real(0)};
