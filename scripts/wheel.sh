@@ -30,6 +30,7 @@ say "building the $kind wheel"
 rm -rf "$build/raw" "$build/edited" "$build/unpacked" "$build/repaired"
 arguments=(-C "build-dir=$build/tree" -C 'build.targets=tidegate_package;bench_models'
   -C cmake.define.TIDEGATE_BUILD_TESTS=OFF -C cmake.define.TIDEGATE_BUILD_BENCHMARKS=ON
+  -C cmake.define.TIDEGATE_CUDA_SM80=ON
   -C "cmake.define.TIDEGATE_CUDA=$([[ $kind == cuda ]] && echo ON || echo OFF)")
 "$python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
   --wheel-dir "$build/raw" "${arguments[@]}" .
