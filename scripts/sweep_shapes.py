@@ -1,7 +1,8 @@
 """Looks for cliffs: shapes at which an op takes longer a byte, or a FLOP, than at shapes beside it.
 
     python scripts/sweep_shapes.py [--count 200] [--seed 0] [--out sweep.json] [--worst 20]
-        [--seconds 600] [--fla] [--fla-count 30] [--fla-only] [--tuners 14]
+        [--seconds 600] [--fla] [--fla-count 30] [--fla-only] [--tuners 14] [--tune-seconds 300]
+        [--shard 0/4]
 
 Draws random shapes (B 1 to 256, T 64 to 65536, any D from 64 to 4096; bf16, fp16, fp32) for the ops
 of the scan family, gated linear attention and forgetting attention, and times each beside tuned
@@ -18,8 +19,10 @@ every shape, so that a run that is killed leaves what it has found.
 compiles its kernels anew for every head dimension, a minute of a core each, so --tuners processes
 do that side by side first, and leave what they compiled in Triton's cache; the tuning itself, which
 is timing, happens again while nothing else runs. Both count among --seconds, of which the processes
-get half. --fla-count bounds the shapes that have a baseline, as many of each op and type as
-possible; with --fla-only no others are timed, and no tuned ones.
+get --tune-seconds, or half; what they have not compiled by then has no baseline. --fla-count bounds
+the shapes that have a baseline, as many of each op and type as possible; with --fla-only no others
+are timed, and no tuned ones. On a machine of four GPUs, --shard 0/4 to 3/4 divide the shapes among
+four processes.
 """
 
 from __future__ import annotations
@@ -210,21 +213,24 @@ def compile_baseline(shape: Shape, device: str) -> str:
     return ""
 
 
-def compile_baselines(shapes: list[Shape], device: str, processes: int, seconds: float) -> None:
-    """What is not done after so many seconds is left to the timing, which compiles it alone."""
+def compile_baselines(
+    shapes: list[Shape], device: str, processes: int, seconds: float
+) -> list[Shape]:
+    """Returns the shapes that were done after so many seconds; the others have no baseline."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(processes, len(shapes)), mp_context=context)
     jobs = {pool.submit(compile_baseline, shape, device): shape for shape in shapes}
     done, late = wait(jobs, None if math.isinf(seconds) else seconds)
-    for job in done:
-        if problem := str(job.exception() or job.result()):
-            print(f"not compiled: {problem}", flush=True)
+    problems = {jobs[job]: str(job.exception() or job.result()) for job in done}
+    for problem in filter(None, problems.values()):
+        print(f"not compiled: {problem}", flush=True)
     for job in late:
         print(f"not compiled in {seconds:.0f} s: {jobs[job]}", flush=True)
     workers = list((pool._processes or {}).values())  # there is no other way to end a running job
     pool.shutdown(wait=not late, cancel_futures=True)
     for worker in workers if late else []:
         worker.kill()
+    return [shape for shape, problem in problems.items() if not problem]
 
 
 def seconds(shape: Shape, function: Callable[..., Tensor], device: str) -> dict[str, float]:
@@ -364,6 +370,8 @@ def main() -> int:
     parser.add_argument("--fla", action="store_true")
     parser.add_argument("--fla-count", type=int, default=sys.maxsize, help="shapes with a baseline")
     parser.add_argument("--fla-only", action="store_true", help="time no other shapes")
+    parser.add_argument("--shard", default="0/1", help="I/N: every Nth shape from the Ith on")
+    parser.add_argument("--tune-seconds", type=float, help="for baselines; half of --seconds")
     parser.add_argument("--tuners", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -374,9 +382,12 @@ def main() -> int:
     begin = time.monotonic()
     rng = random.Random(arguments.seed)
     shapes = [draw(rng, arguments.largest, arguments.longest) for _ in range(arguments.count)]
+    first, shards = map(int, arguments.shard.split("/"))
+    shapes = shapes[first::shards]
     with_fla = beside_fla(shapes, arguments.fla_count) if arguments.fla else []
     if with_fla:
-        compile_baselines(with_fla, arguments.device, arguments.tuners, arguments.seconds / 2)
+        allowed = arguments.tune_seconds or arguments.seconds / 2
+        with_fla = compile_baselines(with_fla, arguments.device, arguments.tuners, allowed)
     gc.freeze()  # or every gc.collect between shapes looks through all modules, 0.1 s and more
     known: dict[Shape, dict[str, float]] = {}
     rows: list[dict[str, object]] = []

@@ -89,7 +89,8 @@ TEST(CudaPaddedCopies, EveryWidth) {
       for (const int64_t width : {1, 15, 105, 255}) {
         const int64_t wide = (width + 15) / 16 * 16;
         copies.emplace_back(bytes, 41, width, 41, wide, gap, 0x3c00u);  // wider
-        copies.emplace_back(bytes, 41, wide, 37, width, gap, 0u);       // narrower
+        // Narrower, of all rows and of some.
+        copies.emplace_back(bytes, 41, wide, width % 10 == 5 ? 41 : 37, width, gap, 0u);
       }
       PaddedCopies all;
       for (const Copy& copy : copies) all.copies[all.count++] = copy.work;

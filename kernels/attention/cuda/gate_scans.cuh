@@ -7,6 +7,7 @@
 // other work; scan_gates and gate_gradients launch a scan by itself (forgetting_attention_cuda.cu).
 
 #include "kernels/attention/forgetting_attention_cuda.h"
+#include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/sequences.cuh"
 #include "kernels/common/cuda/warp.cuh"
 
@@ -106,6 +107,13 @@ struct GateChunks {
     return static_cast<unsigned>(tiles.count * scan.p.heads);
   }
 
+  /// Whether sequences have so few chunks that a block adds up those before its own by itself, in
+  /// less time than a launch takes.
+  [[nodiscard]] bool adds_up_alone() const {
+    constexpr int64_t kFewChunks = 4;
+    return scan.p.key_layout.time <= kFewChunks * kGateChunk;
+  }
+
   /// Block `block`'s part of the totals.
   __device__ void add_up(unsigned block) const {
     __shared__ double shared[kGateWarps];
@@ -119,7 +127,9 @@ struct GateChunks {
     }
   }
 
-  /// Block `block`'s part of the scan.
+  /// Block `block`'s part of the scan. `kAlone`: totals are not there, and found here, in the same
+  /// order of additions.
+  template <bool kAlone = false>
   __device__ void scan_chunk(unsigned block) const {
     __shared__ double shared[kGateWarps];
     const auto chunks = static_cast<unsigned>(tiles.count);
@@ -128,10 +138,19 @@ struct GateChunks {
       return;
     }
     const int token = scanned_token<Scan>(chunk), head = static_cast<int>(block / chunks);
-    const double* const before = totals + block - chunk.index;
     double start = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < chunk.index; i += kGateChunk) {
-      start += before[i];
+    if constexpr (kAlone) {
+      for (int i = 0; i < chunk.index; ++i) {
+        const int at = i * kGateChunk + static_cast<int>(threadIdx.x);
+        const int before = Scan::kReverse ? chunk.sequence.length - 1 - at : at;
+        const double total = block_sum(scan.load(chunk.sequence, before, head), shared);
+        start = static_cast<int>(threadIdx.x) == i ? total : start;
+      }
+    } else {
+      const double* const before = totals + block - chunk.index;
+      for (int i = static_cast<int>(threadIdx.x); i < chunk.index; i += kGateChunk) {
+        start += before[i];
+      }
     }
     start = block_sum(start, shared);
     double x = token < 0 ? 0.0 : scan.load(chunk.sequence, token, head);
@@ -168,6 +187,25 @@ template <class Scan>
 __global__ void __launch_bounds__(kGateChunk)
     gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
   chunks.scan_chunk(blockIdx.x);
+}
+
+/// The whole scan, where a block adds up the chunks before its own. Beside a kernel before that it
+/// does not depend on, it only ends later than that one: what follows may depend on both.
+template <class Scan>
+__global__ void __launch_bounds__(kGateChunk)
+    short_gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
+  let_next_kernel_begin();
+  const bool is_independent = !Scan::kReverse && chunks.scan.p.log_f_is_older;
+  if (!is_independent) {
+    wait_for_kernels_before();
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    chunks.scan.begin();
+  }
+  chunks.template scan_chunk<true>(blockIdx.x);
+  if (is_independent) {
+    wait_for_kernels_before();
+  }
 }
 
 using GateGradientChunks = GateChunks<GateGradientScan<float>>;

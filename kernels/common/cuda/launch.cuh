@@ -132,8 +132,9 @@ __device__ inline void wait_for_kernels_before() {
 /// Launches a kernel whose threads all call wait_for_kernels_before: its blocks take their places
 /// while the last ones of the kernel before are still at work (programmatic dependent launch). That
 /// is for code of compute capability 9.0, which knows how to wait; other code begins when the
-/// kernel before has ended, on whatever chip it runs. For small kernels that follow large ones:
-/// their launch costs no time then. Nothing where the grid has no blocks.
+/// kernel before has ended, on whatever chip it runs. For small kernels that follow large ones, and
+/// large ones that follow small ones: a launch costs no time then. Nothing where the grid has no
+/// blocks.
 template <auto* kKernel, class... Work>
 cudaError_t launch_early(dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
                          const Work&... work) {
@@ -153,6 +154,18 @@ cudaError_t launch_early(dim3 grid, dim3 block, int shared_bytes, cudaStream_t s
   config.attrs = &early;
   config.numAttrs = version >= 90 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kKernel, work...);
+}
+
+/// Launches early over a grid of one dimension; cudaErrorInvalidConfiguration where it has more
+/// blocks than one launch can have.
+template <auto* kKernel, class... Work>
+cudaError_t launch_early(int64_t blocks, dim3 block, int shared_bytes, cudaStream_t stream,
+                         const Work&... work) {
+  if (blocks > std::numeric_limits<int>::max()) {
+    return cudaErrorInvalidConfiguration;
+  }
+  return launch_early<kKernel>(dim3(static_cast<unsigned>(blocks)), block, shared_bytes, stream,
+                               work...);
 }
 
 }  // namespace tidegate::kernels

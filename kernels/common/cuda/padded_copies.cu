@@ -1,11 +1,17 @@
-// The kernel of padded_copies.h. A block of threads has some rows of one copy, a thread the same
-// word of several of them, all of which it asks for before it writes any. A word is as long as both
-// tensors' rows allow, 16 bytes or fewer: one element where a row has an odd number of them.
+// The kernel of padded_copies.h. A block of threads has a part of one copy. A word is as long as
+// both tensors' rows allow, 16 bytes or fewer: one element where a row has an odd number of them.
+//
+// Where `to` lies in memory without gaps and rows of `from` are equally far apart, which is what
+// ops ask for, a thread gathers 16 bytes of `to` from the words of which they consist, across the
+// ends of rows, and writes them at once. Else it copies the same word of several rows, all of which
+// it asks for before it writes any.
 
 #include "kernels/common/cuda/padded_copies.h"
 
+#include <cstring>
 #include <limits>
 
+#include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/integers.h"
 
@@ -28,6 +34,7 @@ struct CopyWork {
   int first_block;  // of the grid's
   int rows;         // in all
   bool even_rows;   // all rows of both tensors are equally far apart
+  bool gathered;    // even_rows, and `to` has no gaps
 };
 
 struct Work {
@@ -92,30 +99,94 @@ __device__ inline void copy_rows(const CopyWork& work, int first_row, int column
   }
 }
 
+// A thread's packs of 16 bytes, all of whose words it asks for before it writes any.
+constexpr int kPacks = 2;
+
+/// Words of `to` that a block gathers.
+__host__ __device__ constexpr int gathered_words(int word_bytes) {
+  return kThreads * kPacks * (16 / word_bytes);
+}
+
+template <class Word>
+__device__ inline void gather_packs(const CopyWork& work, int block) {
+  constexpr int kWords = 16 / sizeof(Word);  // of a pack
+  const PaddedCopy& copy = work.copy;
+  const int words = work.rows * work.words;  // in all
+  const int first = block * gathered_words(sizeof(Word)) + static_cast<int>(threadIdx.x) * kWords;
+  Word x[kPacks][kWords];
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+    const int at = first + n * kThreads * kWords;
+    const int row = at / work.words;
+    int column = at - row * work.words;
+    const auto* from = static_cast<const Word*>(copy.from) + row * copy.from_strides[2];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      fill_word(x[n][i], copy.fill);
+      if (at + i < words && column < copy.from_width) {
+        x[n][i] = from[column];
+      }
+      if (++column == work.words) {
+        column = 0;
+        from += copy.from_strides[2];
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+    const int at = first + n * kThreads * kWords;
+    auto* const to = static_cast<Word*>(copy.to) + at;
+    if (at + kWords <= words) {
+      uint4 pack;
+      std::memcpy(&pack, x[n], sizeof pack);
+      *reinterpret_cast<uint4*>(to) = pack;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        if (at + i < words) {
+          to[i] = x[n][i];
+        }
+      }
+    }
+  }
+}
+
+/// Calls visit.operator()<Word>() with the word of so many bytes.
+template <class Visit>
+__device__ inline void with_word(int bytes, Visit visit) {
+  switch (bytes) {
+    case 16:
+      return visit.template operator()<uint4>();
+    case 8:
+      return visit.template operator()<uint2>();
+    case 4:
+      return visit.template operator()<uint32_t>();
+    default:
+      return visit.template operator()<uint16_t>();
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_padded_kernel(const __grid_constant__ Work all) {
+  wait_for_kernels_before();
+  let_next_kernel_begin();
   int which = 0;
   while (which + 1 < all.count && all.of[which + 1].first_block <= static_cast<int>(blockIdx.x)) {
     ++which;
   }
   const CopyWork& work = all.of[which];
+  const int block = static_cast<int>(blockIdx.x) - work.first_block;
+  if (work.gathered) {
+    with_word(work.word_bytes, [&]<class Word>() { gather_packs<Word>(work, block); });
+    return;
+  }
   const int thread = static_cast<int>(threadIdx.x), step = kThreads / work.words;
   if (thread >= step * work.words) {
     return;
   }
-  const int block = static_cast<int>(blockIdx.x) - work.first_block;
   const int row = block * step * rows_at_once(work.word_bytes) + thread / work.words;
-  const int column = thread % work.words;
-  switch (work.word_bytes) {
-    case 16:
-      return copy_rows<uint4>(work, row, column);
-    case 8:
-      return copy_rows<uint2>(work, row, column);
-    case 4:
-      return copy_rows<uint32_t>(work, row, column);
-    default:
-      return copy_rows<uint16_t>(work, row, column);
-  }
+  with_word(work.word_bytes,
+            [&]<class Word>() { copy_rows<Word>(work, row, thread % work.words); });
 }
 
 /// The longest word in which rows of both tensors are whole, and aligned.
@@ -155,6 +226,10 @@ CopyWork in_words(PaddedCopy copy) {
   copy.to_width /= elements;
   copy.fill = copy.element_bytes == 2 && elements > 1 ? copy.fill * 0x10001u : copy.fill;
   work.words = static_cast<int>(copy.to_width);
+  const int64_t words = int64_t{work.rows} * work.words;
+  work.gathered = work.even_rows && copy.to_strides[2] == copy.to_width &&
+                  is_aligned(copy.to, 16) &&
+                  words <= std::numeric_limits<int>::max() - gathered_words(2);
   work.copy = copy;
   return work;
 }
@@ -176,9 +251,10 @@ cudaError_t copy_padded(const PaddedCopies& copies, cudaStream_t stream) {
     }
     CopyWork& work = all.of[all.count++] = in_words(copy);
     work.first_block = static_cast<int>(blocks);
-    blocks += ceil_div(rows, kThreads / work.words * rows_at_once(work.word_bytes));
+    blocks += work.gathered ? ceil_div(rows * work.words, gathered_words(work.word_bytes))
+                            : ceil_div(rows, kThreads / work.words * rows_at_once(work.word_bytes));
   }
-  return launch_unless_empty(&copy_padded_kernel, blocks, dim3(kThreads), 0, stream, all);
+  return launch_early<&copy_padded_kernel>(blocks, dim3(kThreads), 0, stream, all);
 }
 
 }  // namespace tidegate::kernels

@@ -94,7 +94,7 @@ class Block(nn.Module):
         """
         is_pair = not isinstance(x, Tensor)
         h, x = add_norm(self.mixer_norm, *(x if is_pair else (None, x)))
-        y, state = self.mixer(h, state, gamma=gamma, cu_seqlens=cu_seqlens)
+        y, state = self.mixer(h, state=state, gamma=gamma, cu_seqlens=cu_seqlens)
         h, x = add_norm(self.glu_norm, self.dropout(y), x)
         added = self.dropout(self.glu(h))
         return (added, x) if is_pair else x + added, state

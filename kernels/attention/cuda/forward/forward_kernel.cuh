@@ -302,6 +302,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     forgetting_attention_forward_kernel(const __grid_constant__ TensorAttention w) {
   constexpr int kDim = Shape::kDim, kKeys = Shape::kKeys, kPart = Shape::kPart;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
+  wait_for_kernels_before();  // the scan of gates
   const ForwardShared<Shape> shared(shared_bytes);
   const TileAndHead place(w.tiles, w.params.forward.heads, w.side_by_side, blockIdx.x, true);
   if (place.tile.tokens == 0) {
@@ -379,7 +380,7 @@ cudaError_t launch_forward(TensorAttention work, const DeviceLimits& limits, cud
   work.side_by_side =
       heads_side_by_side(work.tiles, int64_t{limits.multiprocessors} * Shape::kBlocksPerSm);
   const int64_t blocks = work.tiles.count * work.params.forward.heads;
-  return launch_unless_empty(kKernel, blocks, Shape::kThreads, Shape::kSharedBytes, stream, work);
+  return launch_early<kKernel>(blocks, Shape::kThreads, Shape::kSharedBytes, stream, work);
 }
 
 template <class Data, HeadDims kDims>

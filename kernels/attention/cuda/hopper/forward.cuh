@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     hopper::prefetch_map(&w.k);
     hopper::prefetch_map(&w.v);
   }
+  wait_for_kernels_before();  // the scan of gates
   __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -42,8 +42,8 @@ cudaError_t launch_hopper_forward(HopperForwardWork work, const DeviceLimits& li
   work.attention.tiles = time_tiles(p.layout, Shape::kRows);
   work.attention.side_by_side = forward_heads_side_by_side<Shape>(work, limits);
   const int64_t items = work.attention.tiles.count * p.heads;
-  return launch_unless_empty(kKernel, std::min<int64_t>(items, limits.multiprocessors),
-                             Shape::kThreads, Shape::kSharedBytes, stream, work);
+  return launch_early<kKernel>(std::min<int64_t>(items, limits.multiprocessors), Shape::kThreads,
+                               Shape::kSharedBytes, stream, work);
 }
 
 template <class Data>
