@@ -2,7 +2,7 @@
 
     python scripts/sweep_shapes.py [--count 200] [--seed 0] [--out sweep.json] [--worst 20]
         [--seconds 600] [--fla] [--fla-count 30] [--fla-only] [--tuners 14] [--tune-seconds 300]
-        [--shard 0/4]
+        [--gla-configs 4] [--shard 0/4]
 
 Draws random shapes (B 1 to 256, T 64 to 65536, any D from 64 to 4096; bf16, fp16, fp32) for the ops
 of the scan family, gated linear attention and forgetting attention, and times each beside tuned
@@ -21,8 +21,9 @@ do that side by side first, and leave what they compiled in Triton's cache; the 
 is timing, happens again while nothing else runs. Both count among --seconds, of which the processes
 get --tune-seconds, or half; what they have not compiled by then has no baseline. --fla-count bounds
 the shapes that have a baseline, as many of each op and type as possible; with --fla-only no others
-are timed, and no tuned ones. On a machine of four GPUs, --shard 0/4 to 3/4 divide the shapes among
-four processes.
+are timed, and no tuned ones. chunk_gla has so many configurations that to compile them takes more
+than four minutes a shape; --gla-configs bounds how many of each kernel are tried. On a machine of
+four GPUs, --shard 0/4 to 3/4 divide the shapes among four processes.
 """
 
 from __future__ import annotations
@@ -202,9 +203,28 @@ def beside_fla(shapes: list[Shape], count: int) -> list[Shape]:
     return [shape for each in in_turn for shape in each if shape is not None][:count]
 
 
-def compile_baseline(shape: Shape, device: str) -> str:
+def try_fewer_configurations(most: int | None) -> None:
+    """Has Triton try so many configurations of each of chunk_gla's kernels, evenly spaced in its
+    list of them, in the place of all."""
+    if most is None:
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    every = Autotuner.prune_configs
+
+    def some(self: Autotuner, kwargs: dict[str, object]) -> list[object]:
+        found = every(self, kwargs)
+        if not self.base_fn.__module__.startswith(("fla.ops.gla", "fla.ops.common")):
+            return found
+        return found[:: max(1, len(found) // most)][:most]
+
+    Autotuner.prune_configs = some
+
+
+def compile_baseline(shape: Shape, device: str, gla_configs: int | None) -> str:
     """Has Triton compile, and cache, what the baseline takes. Returns what went wrong."""
     try:
+        try_fewer_configurations(gla_configs)
         inputs = inputs_of(shape, device)
         fla_call(shape)(*inputs).sum().backward()
         torch.cuda.synchronize()
@@ -214,12 +234,12 @@ def compile_baseline(shape: Shape, device: str) -> str:
 
 
 def compile_baselines(
-    shapes: list[Shape], device: str, processes: int, seconds: float
+    shapes: list[Shape], device: str, processes: int, seconds: float, gla_configs: int | None
 ) -> list[Shape]:
     """Returns the shapes that were done after so many seconds; the others have no baseline."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(processes, len(shapes)), mp_context=context)
-    jobs = {pool.submit(compile_baseline, shape, device): shape for shape in shapes}
+    jobs = {pool.submit(compile_baseline, shape, device, gla_configs): shape for shape in shapes}
     done, late = wait(jobs, None if math.isinf(seconds) else seconds)
     problems = {jobs[job]: str(job.exception() or job.result()) for job in done}
     for problem in filter(None, problems.values()):
@@ -370,6 +390,7 @@ def main() -> int:
     parser.add_argument("--fla", action="store_true")
     parser.add_argument("--fla-count", type=int, default=sys.maxsize, help="shapes with a baseline")
     parser.add_argument("--fla-only", action="store_true", help="time no other shapes")
+    parser.add_argument("--gla-configs", type=int, help="tried of each kernel of chunk_gla")
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth shape from the Ith on")
     parser.add_argument("--tune-seconds", type=float, help="for baselines; half of --seconds")
     parser.add_argument("--tuners", type=int, default=max(1, (os.cpu_count() or 2) - 2))
@@ -387,7 +408,9 @@ def main() -> int:
     with_fla = beside_fla(shapes, arguments.fla_count) if arguments.fla else []
     if with_fla:
         allowed = arguments.tune_seconds or arguments.seconds / 2
-        with_fla = compile_baselines(with_fla, arguments.device, arguments.tuners, allowed)
+        tuned_how = (arguments.device, arguments.tuners, allowed, arguments.gla_configs)
+        with_fla = compile_baselines(with_fla, *tuned_how)
+        try_fewer_configurations(arguments.gla_configs)
     gc.freeze()  # or every gc.collect between shapes looks through all modules, 0.1 s and more
     known: dict[Shape, dict[str, float]] = {}
     rows: list[dict[str, object]] = []

@@ -243,9 +243,11 @@ TEST_P(GlaCudaTensorCore, EveryRow) {
   }
 }
 
-// Long enough for the planner to divide time, with more than a key tile of K.
+// Long enough for the planner to divide time, with more than a key tile of K. Logits as narrow as
+// the data have a kernel of their own for whole tiles of keys and columns, from the fifth shape on.
 TEST_P(GlaCudaTensorCore, Segments) {
-  for (uint32_t i = 0; i < 4; ++i) {
+  const bool own_kernel = shape_.logits() && shape_.gate == shape_.dtype;
+  for (uint32_t i = 0; i < (own_kernel ? 7 : 4); ++i) {
     GlaShape shape = vary(i);
     shape.batch = shape.heads = 1;
     shape.time = 1100;
@@ -254,6 +256,13 @@ TEST_P(GlaCudaTensorCore, Segments) {
     if (i >= 2) {
       shape.value_dim = i == 2 ? 21 : 22;
       shape.offsets = {0, 0, 5, 600, 600, 1100};
+    }
+    if (i >= 4) {
+      shape.time = 600;
+      shape.key_dim = i == 4 ? 128 : 256;
+      shape.value_dim = i == 6 ? 256 : 128;
+      shape.offsets.clear();
+      if (i == 4) shape.offsets = {0, 0, 5, 300, 300, 600};
     }
     GlaProblem problem(shape);
     kernels::gla::GlaParams params = problem.forward_params();
@@ -417,13 +426,14 @@ class GlaCudaSanitize : public GlaCudaTensorCore {};
 
 TEST_P(GlaCudaSanitize, Tiny) {
   for (const GlaPath path : {GlaPath::kPlain, GlaPath::kTensorCore}) {
-    for (uint32_t i = 0; i < 2; ++i) {
+    for (uint32_t i = 0; i < 3; ++i) {
+      if (i == 2 && path == GlaPath::kPlain) continue;
       GlaShape shape = vary(6 + i);
       shape.has_states = true;
       shape.batch = shape.heads = 1;
-      shape.time = i == 0 ? 35 : 600;  // in segments
-      shape.key_dim = i == 0 ? 144 : 32;
-      shape.value_dim = 16;
+      shape.time = i == 0 ? 35 : i == 1 ? 600 : 512;  // in segments
+      shape.key_dim = i == 0 ? 144 : i == 1 ? 32 : 128;
+      shape.value_dim = i == 2 ? 128 : 16;
       if (i == 1) pack(&shape, 0);
       GlaProblem problem(shape);
       GlaOnDevice device(problem, path);

@@ -40,6 +40,10 @@ constexpr int kConsumerColumns = 16;
 constexpr int kMaxWarps = 16;
 constexpr int kMaxStages = 16;
 
+/// A segment that others of its sequence follow has a multiple of so many tokens: sub-chunks, and
+/// steps of segment_maps.cuh, are whole.
+constexpr int kSegmentStep = 32;
+static_assert(kSegmentStep % kSubChunk == 0);
 /// Segments shorter than this have more of a start and an end than of a middle.
 constexpr int64_t kShortestSegment = 256;
 /// What a pass over the maps of segments costs beside the pass over the outputs.
@@ -68,7 +72,7 @@ struct ForwardRing {
 /// Tokens of a segment, or 0 where whole sequences keep the chip busy.
 inline int64_t choose_forward_segment(const GlaParams& p, int multiprocessors) {
   const int64_t blocks = p.heads * value_tiles(p);  // of one segment
-  const auto rounded = [](int64_t time) { return ceil_div(time, kSubChunk) * kSubChunk; };
+  const auto rounded = [](int64_t time) { return ceil_div(time, kSegmentStep) * kSegmentStep; };
   if (p.layout.offsets != nullptr) {
     // Lengths are not known here: enough segments of equal length, unless there are many sequences.
     const int64_t time = std::max(

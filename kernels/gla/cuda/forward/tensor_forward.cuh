@@ -8,7 +8,9 @@
 //   consumer warps   o = q~ S + scores v, then S = diag(total) S + k~^T v         compute_warps.cuh
 //
 // pre(t) is the product of the sub-chunk's decays up to t, suf(t) of those after t, total of all
-// (dyadic.cuh). Each consumer keeps 16 columns of S in registers. The tile is in stage.cuh.
+// (dyadic.cuh). Each consumer keeps 16 columns of S in registers. The tile is in stage.cuh. The
+// maps of segments are made by the same warps without outputs, or for HGRN2 by a kernel of their
+// own (segment_maps.cuh).
 //
 // Every stage has three mbarriers. `loaded`: the loader's 32 lanes arrive as their copies land, a
 // producer waits. `full`: that producer's 32 lanes arrive, all consumers wait. `empty`: a lane of
@@ -19,6 +21,7 @@
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/forward/compute_warps.cuh"
+#include "kernels/gla/cuda/forward/segment_maps.cuh"
 #include "kernels/gla/forward_rows.h"
 #include "kernels/gla/gla_cuda.h"
 
@@ -234,6 +237,15 @@ cudaError_t launch_tensor_forward(TensorForward work, cudaStream_t stream) {
 template <class Data, GateKind kKind>
 cudaError_t TensorForwardUnit<Data, kKind>::launch(const TensorForward& work, bool maps,
                                                    cudaStream_t stream) {
+  if constexpr (kKind == GateKind::kLogit) {
+    if (maps) {
+      DeviceLimits limits;
+      TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+      if (segment_maps_fit(work, limits.shared_bytes)) {
+        return launch_segment_maps<Data>(work, stream);
+      }
+    }
+  }
   const auto with_tile = [&]<class Gate, int kKeys>() {
     if (maps) {
       return launch_tensor_forward<Data, Gate, kKind, kKeys, Pass::kMaps>(work, stream);
