@@ -42,6 +42,9 @@ import json, sys
 info = json.load(open(sys.argv[1]))
 if bool(info["architectures"]) != (sys.argv[2] == "cuda"):
     sys.exit(f"tidegate: the {sys.argv[2]} wheel was built with {info['cuda']!r}")
+missing = {"sm_80", "sm_90a", "compute_80"} - set(info["architectures"].split())
+if info["architectures"] and missing:
+    sys.exit(f"tidegate: the wheel has no code of {', '.join(sorted(missing))}")
 variant = info["torch_variant"] if info["architectures"] else "cpu"
 print(f"{variant}torch{'.'.join(info['torch'].split('.')[:2])}")
 END
