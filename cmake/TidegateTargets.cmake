@@ -80,8 +80,8 @@ target_precompile_headers(tidegate_torch_headers PRIVATE
   <torch/nn/modules/linear.h>)
 
 # tidegate_use_torch_headers(TARGET): TARGET, which links tidegate::torch, has them. Its sources are
-# compiled up to twenty of a folder at a time: g++ takes 3.5 seconds to end even an empty unit that has
-# these headers, for the templates that their inline functions use. So a folder's files have no two
+# compiled up to forty of a folder at a time: g++ takes 5 seconds for even an empty unit that has
+# these headers, to read them and for the templates that their inline functions use. So a folder's files have no two
 # things of one name, not even in anonymous namespaces. Who edits one file over and over configures
 # with TIDEGATE_UNITY=OFF.
 option(TIDEGATE_UNITY "Compile the files above the wall several at a time (CMake's UNITY_BUILD)" ON)
@@ -98,7 +98,7 @@ function(tidegate_use_torch_headers target)
       set(folder_before ${folder})
       set(count 0)
     endif()
-    math(EXPR group "${count} / 20")
+    math(EXPR group "${count} / 40")
     math(EXPR count "${count} + 1")
     cmake_path(GET folder FILENAME name)
     set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${name}_${group})

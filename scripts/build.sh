@@ -24,8 +24,9 @@ cmake=$(tool cmake)
 # shellcheck disable=SC2206 # CMAKE_ARGS is a list of words
 arguments+=(${CMAKE_ARGS:-})
 mkdir -p "$build"
+# AUTO: what is built here runs here. CMAKE_ARGS come last, so that they can ask for something else.
 if ! "$cmake" -S . -B "$build" -G "$generator" -DPython_EXECUTABLE="$python" -DTIDEGATE_BUILD_TESTS=ON \
-  -DTIDEGATE_BUILD_BENCHMARKS=ON "${arguments[@]}" >"$build/configure.log" 2>&1; then
+  -DTIDEGATE_BUILD_BENCHMARKS=ON -DTIDEGATE_CUDA_SM80=AUTO "${arguments[@]}" >"$build/configure.log" 2>&1; then
   cat "$build/configure.log" >&2
   die "cmake failed: its output is above"
 fi

@@ -30,6 +30,7 @@ say "building the $kind wheel"
 rm -rf "$build/raw" "$build/edited" "$build/unpacked" "$build/repaired"
 arguments=(-C "build-dir=$build/tree" -C 'build.targets=tidegate_package;bench_models'
   -C cmake.define.TIDEGATE_BUILD_TESTS=OFF -C cmake.define.TIDEGATE_BUILD_BENCHMARKS=ON
+  -C cmake.define.TIDEGATE_CUDA_SM80=ON
   -C "cmake.define.TIDEGATE_CUDA=$([[ $kind == cuda ]] && echo ON || echo OFF)")
 "$python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
   --wheel-dir "$build/raw" "${arguments[@]}" .
@@ -41,6 +42,9 @@ import json, sys
 info = json.load(open(sys.argv[1]))
 if bool(info["architectures"]) != (sys.argv[2] == "cuda"):
     sys.exit(f"tidegate: the {sys.argv[2]} wheel was built with {info['cuda']!r}")
+missing = {"sm_80", "sm_90a", "compute_80"} - set(info["architectures"].split())
+if info["architectures"] and missing:
+    sys.exit(f"tidegate: the wheel has no code of {', '.join(sorted(missing))}")
 variant = info["torch_variant"] if info["architectures"] else "cpu"
 print(f"{variant}torch{'.'.join(info['torch'].split('.')[:2])}")
 END

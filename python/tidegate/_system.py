@@ -46,5 +46,7 @@ def _cuda_lines(info: dict[str, str]) -> list[str]:
         line = f"cuda:{index}         {name}, compute capability {capability[0]}.{capability[1]}"
         if capability < _LOWEST_CAPABILITY:
             line += ": not used: the kernels need 8.0 or later"
+        elif capability[0] == 8 and "sm_80" not in architectures.split():
+            line += ": compiles kernels at first use (a build with TIDEGATE_CUDA_SM80=ON: not)"
         lines.append(line)
     return lines

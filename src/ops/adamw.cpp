@@ -23,8 +23,8 @@
 namespace tidegate::ops {
 namespace {
 
-constexpr const char* kOp = "adamw_";
-constexpr const char* kSchema =
+constexpr const char* kAdamwOp = "adamw_";
+constexpr const char* kAdamwSchema =
     "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] means, "
     "Tensor(c!)[] squares, Tensor[] steps, Tensor(d!)[] rounded, Tensor? lr_tensor, float lr, "
     "float beta1, float beta2, "
@@ -35,21 +35,21 @@ void check_like_parameter(const char* name, at::TensorList list, size_t index,
   const at::Tensor& t = list[index];
   TORCH_CHECK(t.device() == parameter.device() && t.scalar_type() == dtype &&
                   t.sym_sizes() == parameter.sym_sizes(),
-              kOp, ": ", name, "[", index, "] must be like parameters[", index, "], ",
+              kAdamwOp, ": ", name, "[", index, "] must be like parameters[", index, "], ",
               dtype_name(dtype), " ", parameter.sym_sizes(), " on ", parameter.device(), ", got ",
               dtype_name(t.scalar_type()), " ", t.sym_sizes(), " on ", t.device());
 }
 
 void check_count(const char* name, at::TensorList list, size_t count) {
-  TORCH_CHECK(list.size() == count, kOp, ": ", name, " must have as many tensors as parameters, ",
-              count, ", got ", list.size());
+  TORCH_CHECK(list.size() == count, kAdamwOp, ": ", name,
+              " must have as many tensors as parameters, ", count, ", got ", list.size());
 }
 
 /// The kernel reads the rate on the device, as one float32.
 void check_rate(const at::Tensor& rate, const at::Tensor& parameter) {
   TORCH_CHECK(
       rate.device() == parameter.device() && rate.scalar_type() == at::kFloat && rate.numel() == 1,
-      kOp, ": lr_tensor must be one float32 number on ", parameter.device(), ", got ",
+      kAdamwOp, ": lr_tensor must be one float32 number on ", parameter.device(), ", got ",
       dtype_name(rate.scalar_type()), " ", rate.sym_sizes(), " on ", rate.device());
 }
 
@@ -71,7 +71,7 @@ void check_adamw(const AdamwArguments& a) {
     const at::Tensor& parameter = a.parameters[i];
     TORCH_CHECK(
         parameter.scalar_type() == at::kFloat && parameter.device() == a.parameters[0].device(),
-        kOp, ": parameters must be float32 on one device, got parameters[", i, "] in ",
+        kAdamwOp, ": parameters must be float32 on one device, got parameters[", i, "] in ",
         dtype_name(parameter.scalar_type()), " on ", parameter.device());
     check_like_parameter("gradients", a.gradients, i, parameter, of_gradients);
     check_like_parameter("means", a.means, i, parameter, at::kFloat);
@@ -81,14 +81,14 @@ void check_adamw(const AdamwArguments& a) {
     }
     TORCH_CHECK(a.steps[i].numel() == 1 && a.steps[i].scalar_type() == at::kFloat &&
                     a.steps[i].device() == parameter.device(),
-                kOp, ": steps[", i, "] must be one float32 number on ", parameter.device());
+                kAdamwOp, ": steps[", i, "] must be one float32 number on ", parameter.device());
   }
 }
 
 #ifdef TIDEGATE_WITH_CUDA
 /// A tensor's memory where its numbers lie in the order of the parameter's.
 void* data_like(const at::Tensor& t, const at::Tensor& parameter, const char* name) {
-  TORCH_CHECK(t.is_non_overlapping_and_dense() && lies_like(t, parameter), kOp, ": ", name,
+  TORCH_CHECK(t.is_non_overlapping_and_dense() && lies_like(t, parameter), kAdamwOp, ": ", name,
               " must be dense and laid out as their parameters are");
   return t.data_ptr();
 }
@@ -118,7 +118,7 @@ void adamw_cuda(const AdamwArguments& a) {
     tensor.step = a.steps[i].const_data_ptr<float>();
     tensor.size = parameter.numel();
     if (params.count == kernels::optim::AdamwParams::kMost || i + 1 == a.parameters.size()) {
-      check_launch(kOp, "launch", kernels::optim::adamw(params, stream));
+      check_launch(kAdamwOp, "launch", kernels::optim::adamw(params, stream));
       params.count = 0;
     }
   }
@@ -174,7 +174,7 @@ void adamw_autograd(at::TensorList parameters, at::TensorList gradients, at::Ten
                     at::TensorList squares, at::TensorList steps, at::TensorList rounded,
                     const OptionalTensor& lr_tensor, double lr, double beta1, double beta2,
                     double weight_decay, double eps) {
-  TORCH_CHECK(!at::GradMode::is_enabled(), kOp,
+  TORCH_CHECK(!at::GradMode::is_enabled(), kAdamwOp,
               ": a step is not differentiated: call it under torch.no_grad()");
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -207,9 +207,9 @@ void adamw(const AdamwArguments& a) {
 }
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
-  define_op(m, kSchema);
-  register_kernels<&adamw_kernel, &adamw_meta>(m, kOp);
-  register_autograd<&adamw_autograd>(m, kOp);
+  define_op(m, kAdamwSchema);
+  register_kernels<&adamw_kernel, &adamw_meta>(m, kAdamwOp);
+  register_autograd<&adamw_autograd>(m, kAdamwOp);
 }
 
 }  // namespace tidegate::ops

@@ -22,16 +22,16 @@
 namespace tidegate::ops {
 namespace {
 
-constexpr const char* kOp = "scale_";
-constexpr const char* kSchema = "scale_(Tensor(a!)[] tensors, Tensor factor) -> ()";
+constexpr const char* kScaleOp = "scale_";
+constexpr const char* kScaleSchema = "scale_(Tensor(a!)[] tensors, Tensor factor) -> ()";
 
 void check_scale(at::TensorList tensors, const at::Tensor& factor) {
-  TORCH_CHECK(factor.scalar_type() == at::kFloat && factor.sym_numel() == 1, kOp,
+  TORCH_CHECK(factor.scalar_type() == at::kFloat && factor.sym_numel() == 1, kScaleOp,
               ": factor must be one float32 number, got ", dtype_name(factor.scalar_type()), " ",
               factor.sym_sizes());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& t = tensors[i];
-    TORCH_CHECK(at::isFloatingType(t.scalar_type()) && t.device() == factor.device(), kOp,
+    TORCH_CHECK(at::isFloatingType(t.scalar_type()) && t.device() == factor.device(), kScaleOp,
                 ": tensors must be floating-point and on factor's device, ", factor.device(),
                 ", got tensors[", i, "] in ", dtype_name(t.scalar_type()), " on ", t.device());
   }
@@ -46,7 +46,7 @@ void scale_by_torch(const at::Tensor& t, const at::Tensor& factor) {
 #ifdef TIDEGATE_WITH_CUDA
 void launch_scale(kernels::optim::ScaleParams& params, const at::Tensor& factor) {
   params.factor = factor.const_data_ptr<float>();
-  check_launch(kOp, "launch", kernels::optim::scale(params, current_stream(factor.device())));
+  check_launch(kScaleOp, "launch", kernels::optim::scale(params, current_stream(factor.device())));
   params.count = 0;
 }
 
@@ -81,7 +81,7 @@ void scale_meta(at::TensorList tensors, const at::Tensor& factor) { check_scale(
 
 /// Nothing is recorded, and autograd notices where a tensor that it saved has been overwritten.
 void scale_autograd(at::TensorList tensors, const at::Tensor& factor) {
-  TORCH_CHECK(!at::GradMode::is_enabled(), kOp,
+  TORCH_CHECK(!at::GradMode::is_enabled(), kScaleOp,
               ": it is not differentiated: call it under torch.no_grad()");
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -100,9 +100,9 @@ void scale(at::TensorList tensors, const at::Tensor& factor) {
 }
 
 TORCH_LIBRARY_FRAGMENT(tidegate, m) {
-  define_op(m, kSchema);
-  register_kernels<&scale_kernel, &scale_meta>(m, kOp);
-  register_autograd<&scale_autograd>(m, kOp);
+  define_op(m, kScaleSchema);
+  register_kernels<&scale_kernel, &scale_meta>(m, kScaleOp);
+  register_autograd<&scale_autograd>(m, kScaleOp);
 }
 
 }  // namespace tidegate::ops

@@ -204,6 +204,12 @@ def test_info_says_which_devices_are_too_old(info_of, capability, is_used):
     assert lines[1:] == [f"cuda:0         {said}{why}"]
 
 
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0)])
+def test_info_says_which_device_has_its_kernels_compiled_at_first_use(info_of, capability):
+    (_, line) = info_of(BUILT[0], "sm_90a compute_80", [("NVIDIA X", capability)])
+    assert ("compiles kernels at first use" in line) == (capability[0] == 8)
+
+
 def test_info_names_every_device(info_of):
     lines = info_of(*BUILT, [("NVIDIA H200", (9, 0)), ("V100", (7, 0))])
     assert lines[1:] == [

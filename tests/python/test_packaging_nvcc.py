@@ -164,6 +164,75 @@ def test_cuda_can_be_left_out(tmp_path: Path) -> None:
     assert said_of_cuda(detect(tmp_path, "12.8", "OFF", CUDACXX=str(nvcc))) == "TIDEGATE_CUDA=OFF"
 
 
+SM80 = """
+cmake_minimum_required(VERSION 3.25)
+project(sm80 LANGUAGES NONE)
+include(TidegateCuda)
+_tidegate_choose_sm80(chosen)
+message(STATUS "chosen: ${chosen}")
+"""
+
+
+def choose_sm80(folder: Path, asked: str, says: str | None) -> subprocess.CompletedProcess[str]:
+    """What TIDEGATE_CUDA_SM80=`asked` comes to where nvidia-smi prints `says`; None: it fails."""
+    (folder / "CMakeLists.txt").write_text(SM80, encoding="utf-8")
+    smi = folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    printed = "exit 9" if says is None else f"printf '{says}'"
+    smi.write_text(f"#!/bin/sh\n{printed}\n", encoding="utf-8")
+    smi.chmod(0o755)
+    command = [
+        cache_entry("CMAKE_COMMAND"),
+        *("-S", folder, "-B", folder / "build", "-G", cache_entry("CMAKE_GENERATOR")),
+        f"-DCMAKE_MAKE_PROGRAM={cache_entry('CMAKE_MAKE_PROGRAM')}",
+        f"-DCMAKE_MODULE_PATH={SOURCE / 'cmake'}",
+        f"-DTIDEGATE_CUDA_SM80={asked}",
+    ]
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": str(smi.parent)},
+        timeout=600,
+    )
+
+
+@in_build_tree
+@pytest.mark.parametrize(
+    ("asked", "says", "chosen"),
+    [
+        ("AUTO", "8.6\\n", "ON"),
+        ("AUTO", "9.0\\n8.0\\n", "ON"),
+        ("AUTO", "9.0\\n", "OFF"),
+        ("AUTO", "10.8\\n12.0\\n", "OFF"),
+        ("AUTO", "", "OFF"),
+        ("ON", "9.0\\n", "ON"),
+        ("OFF", "8.0\\n", "OFF"),
+    ],
+)
+def test_machine_code_for_8_x_where_there_is_such_a_gpu(
+    tmp_path: Path, asked: str, says: str, chosen: str
+) -> None:
+    result = choose_sm80(tmp_path, asked, says)
+    assert result.returncode == 0, result.stderr
+    assert f"-- chosen: {chosen}\n" in result.stdout
+
+
+@in_build_tree
+def test_a_gpu_that_cannot_be_asked_may_be_an_8_x(tmp_path: Path) -> None:
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    chosen = "ON" if has_gpu else "OFF"
+    assert f"-- chosen: {chosen}\n" in choose_sm80(tmp_path, "AUTO", None).stdout
+
+
+@in_build_tree
+def test_another_word_for_8_x_is_an_error(tmp_path: Path) -> None:
+    result = choose_sm80(tmp_path, "native", "9.0\\n")
+    assert result.returncode != 0
+    message = " ".join(result.stderr.split())
+    assert "tidegate: TIDEGATE_CUDA_SM80 must be AUTO, ON or OFF, given 'native'" in message
+
+
 # ---------------------------------------------------------------- the wall
 
 
