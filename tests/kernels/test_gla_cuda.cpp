@@ -421,8 +421,12 @@ class GlaCudaSanitize : public GlaCudaTensorCore {};
 
 TEST_P(GlaCudaSanitize, Tiny) {
   for (const GlaPath path : {GlaPath::kPlain, GlaPath::kTensorCore}) {
-    for (uint32_t i = 0; i < 3; ++i) {
-      if (i == 2 && path == GlaPath::kPlain) continue;
+    // The third shape is for the maps' own kernel. In the others' ring of stages racecheck would
+    // report hazards there: it does not see that one lane's arrival, after __syncwarp, is for its
+    // whole warp.
+    const bool own_kernel =
+        path == GlaPath::kTensorCore && shape_.logits() && shape_.gate == shape_.dtype;
+    for (uint32_t i = 0; i < (own_kernel ? 3 : 2); ++i) {
       GlaShape shape = vary(6 + i);
       shape.has_states = true;
       shape.batch = shape.heads = 1;

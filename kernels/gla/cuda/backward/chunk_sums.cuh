@@ -43,12 +43,7 @@ __device__ inline void scale_by_units(SubChunkSum (&x)[kSubChunks], const float 
   }
 }
 
-/// At the chunk's boundaries: S_start do^T, D_end v^T, and the row sums of S_start * D_end, element
-/// by element. kOneTile: V is one column tile.
-template <bool kOneTile>
-__device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
-                                             BoundaryFetch& fetch, ChunkSums& sums) {
-  float (&through)[2] = sums.through[0];
+__device__ inline void clear(ChunkSums& sums) {
 #pragma unroll
   for (int b = 0; b < kSubChunks; ++b) {
 #pragma unroll
@@ -59,14 +54,49 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
       }
     }
   }
+  sums.through[0][0] = sums.through[0][1] = 0;
+}
+
+/// sums += a tile of states, or of their gradients, times every sub-chunk's rows of a V-slice.
+__device__ inline void accumulate_slice(const uint4& tile, const char* rows, int sub_chunk_bytes,
+                                        SubChunkSum (&sums)[kSubChunks]) {
+#pragma unroll
+  for (int b = 0; b < kSubChunks; ++b) {
+    uint32_t m[4];
+    load_matrices(m, rows + b * sub_chunk_bytes);
+    mma_bf16(sums[b][0], tile.x, tile.z, tile.y, tile.w, m[0], m[1]);
+    mma_bf16(sums[b][1], tile.x, tile.z, tile.y, tile.w, m[2], m[3]);
+  }
+}
+
+/// through += the diagonal of S_start D_end^T, of the slice's columns 0-7 and 8-15, which becomes
+/// zero.
+__device__ inline void take_diagonal(float (&ends)[2][4], int lane, const float (&unit)[2],
+                                     const float (&gradient_unit)[2], float (&through)[2]) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const bool diagonal = lane / 4 == lane % 4 * 2 + e;
+      float& sum = ends[j][2 * j + e];
+      through[j] += diagonal ? sum * unit[j] * gradient_unit[j] : 0.0f;
+      sum = 0;
+    }
+  }
+}
+
+/// At the chunk's boundaries: S_start do^T, D_end v^T, and the row sums of S_start * D_end, element
+/// by element. kOneTile: V is one column tile.
+template <bool kOneTile>
+__device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
+                                             BoundaryFetch& fetch, ChunkSums& sums) {
+  clear(sums);
   const MatrixLane across = MatrixLane::across(at.lane);
   const char* d_o = sh.d_o.at(0, 0, across);
   const char* values = sh.values.at(0, 0, across);
   const int sub_chunk_bytes = kSubChunk * sh.d_o.pitch;
-  // S_start D_end^T, of which the diagonal is wanted, of the slice's columns 0-7 and 8-15.
   constexpr int kTileSlices = kStateColumns / kSlice;
-  float ends[2][4] = {};
-  through[0] = through[1] = 0;
+  float ends[2][4] = {};  // S_start D_end^T, of which the diagonal is wanted
 #pragma unroll 1
   for (int tile = 0; tile < (kOneTile ? 1 : at.value_slices); tile += kTileSlices) {
     uint2 units, gradient_units;
@@ -87,7 +117,6 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
         if (first + i < end) {
           uint4 &next_s = fetch.s[i], &next_d = fetch.d[i];
           const bool more = first + i + 2 < at.value_slices;
-          uint32_t m[4];
           const uint32_t rows[4] = {next_s.x, next_s.z, next_s.y, next_s.w};
           mma_f16(ends[0], rows, next_d.x, next_d.y);
           mma_f16(ends[1], rows, next_d.z, next_d.w);
@@ -95,23 +124,13 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
           if (more) {
             next_s = __ldg(fetch.states + i * 32);
           }
-#pragma unroll
-          for (int b = 0; b < kSubChunks; ++b) {
-            load_matrices(m, d_o + b * sub_chunk_bytes);
-            mma_bf16(sums.before[b][0], s.x, s.z, s.y, s.w, m[0], m[1]);
-            mma_bf16(sums.before[b][1], s.x, s.z, s.y, s.w, m[2], m[3]);
-          }
+          accumulate_slice(s, d_o, sub_chunk_bytes, sums.before);
           const uint4 d = kOneTile ? state_tile(next_d)
                                    : state_tile(next_d, gradient_units.x, gradient_units.y);
           if (more) {
             next_d = __ldg(fetch.grads + i * 32);
           }
-#pragma unroll
-          for (int b = 0; b < kSubChunks; ++b) {
-            load_matrices(m, values + b * sub_chunk_bytes);
-            mma_bf16(sums.after[b][0], d.x, d.z, d.y, d.w, m[0], m[1]);
-            mma_bf16(sums.after[b][1], d.x, d.z, d.y, d.w, m[2], m[3]);
-          }
+          accumulate_slice(d, values, sub_chunk_bytes, sums.after);
           d_o += kSlice * 2;
           values += kSlice * 2;
         }
@@ -123,16 +142,7 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
     const float unit[2] = {__uint_as_float(units.x << 16), __uint_as_float(units.y << 16)};
     const float gradient_unit[2] = {__uint_as_float(gradient_units.x << 16),
                                     __uint_as_float(gradient_units.y << 16)};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool diagonal = at.lane / 4 == at.lane % 4 * 2 + e;
-        float& sum = ends[j][2 * j + e];
-        through[j] += diagonal ? sum * unit[j] * gradient_unit[j] : 0.0f;
-        sum = 0;
-      }
-    }
+    take_diagonal(ends, at.lane, unit, gradient_unit, sums.through[0]);
     if constexpr (kOneTile) {
       scale_by_units(sums.before, unit);
       scale_by_units(sums.after, gradient_unit);
