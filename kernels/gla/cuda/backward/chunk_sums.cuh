@@ -43,20 +43,6 @@ __device__ inline void scale_by_units(SubChunkSum (&x)[kSubChunks], const float 
   }
 }
 
-__device__ inline void clear(ChunkSums& sums) {
-#pragma unroll
-  for (int b = 0; b < kSubChunks; ++b) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sums.before[b][n][e] = sums.after[b][n][e] = 0;
-      }
-    }
-  }
-  sums.through[0][0] = sums.through[0][1] = 0;
-}
-
 /// sums += a tile of states, or of their gradients, times every sub-chunk's rows of a V-slice.
 __device__ inline void accumulate_slice(const uint4& tile, const char* rows, int sub_chunk_bytes,
                                         SubChunkSum (&sums)[kSubChunks]) {
@@ -90,13 +76,24 @@ __device__ inline void take_diagonal(float (&ends)[2][4], int lane, const float 
 template <bool kOneTile>
 __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkShared& sh,
                                              BoundaryFetch& fetch, ChunkSums& sums) {
-  clear(sums);
+#pragma unroll
+  for (int b = 0; b < kSubChunks; ++b) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sums.before[b][n][e] = sums.after[b][n][e] = 0;
+      }
+    }
+  }
   const MatrixLane across = MatrixLane::across(at.lane);
   const char* d_o = sh.d_o.at(0, 0, across);
   const char* values = sh.values.at(0, 0, across);
   const int sub_chunk_bytes = kSubChunk * sh.d_o.pitch;
   constexpr int kTileSlices = kStateColumns / kSlice;
   float ends[2][4] = {};  // S_start D_end^T, of which the diagonal is wanted
+  float (&through)[2] = sums.through[0];
+  through[0] = through[1] = 0;
 #pragma unroll 1
   for (int tile = 0; tile < (kOneTile ? 1 : at.value_slices); tile += kTileSlices) {
     uint2 units, gradient_units;
@@ -142,7 +139,7 @@ __device__ inline void accumulate_boundaries(const ChunkPlace& at, const ChunkSh
     const float unit[2] = {__uint_as_float(units.x << 16), __uint_as_float(units.y << 16)};
     const float gradient_unit[2] = {__uint_as_float(gradient_units.x << 16),
                                     __uint_as_float(gradient_units.y << 16)};
-    take_diagonal(ends, at.lane, unit, gradient_unit, sums.through[0]);
+    take_diagonal(ends, at.lane, unit, gradient_unit, through);
     if constexpr (kOneTile) {
       scale_by_units(sums.before, unit);
       scale_by_units(sums.after, gradient_unit);
