@@ -62,7 +62,7 @@ class GlaCase(cases.Named):
 
     def fits_tensor_cores(self) -> bool:
         """Whether CUDA takes the call in products of bf16 operands, padded where it must be
-        (docs/kernels/gla_cuda.md)."""
+        (docs/kernels/gla_cuda_paths.md)."""
         half = self.dtype in (torch.bfloat16, torch.float16)
         sizes_fit = max(self.key_dim, self.value_dim) <= 256
         whole = self.key_dim % 16 == self.value_dim % 16 == 0 and self.layout != "misaligned"
