@@ -67,7 +67,6 @@ struct ForgettingAttentionParams {
   HeadSeries k = {};               // [B, Tk, Hkv, D] in q.dtype
   HeadSeries v = {};               // [B, Tk, Hkv, D] in q.dtype
   HeadSeries log_f = {};           // [B, Tk, Hq], any strides, in q.dtype or the state type
-  bool log_f_is_older = false;     // than the launch before this call's: that did not write it
   HeadSeries o = {};               // [B, Tq, Hq, D] in q.dtype, written; backward: read
   void* lse = nullptr;             // [B, Hq, Tq] contiguous, state type, written; backward: read
   AttentionPath path = AttentionPath::kAuto;  // a request, honoured or refused by the planner

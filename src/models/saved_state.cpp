@@ -67,8 +67,9 @@ void refuse_other_model(const char* owner, const TensorMap& saved, const LMConfi
   }
   for (const std::string& name : names) {
     const Json wanted = ours.value(name, Json()), given = theirs.value(name, Json());
-    TORCH_CHECK_VALUE(wanted == given, owner, ": saved: expected the prefix of a model with ", name,
-                      " = ", python_text(wanted), "; got one with ", python_text(given));
+    const bool same = nlohmann::json(wanted) == nlohmann::json(given);  // in any order of keys
+    TORCH_CHECK_VALUE(same, owner, ": saved: expected the prefix of a model with ", name, " = ",
+                      python_text(wanted), "; got one with ", python_text(given));
   }
 }
 

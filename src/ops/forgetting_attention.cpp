@@ -169,15 +169,13 @@ TensorTuple<2> ForgettingAttention::meta() const {
   return {new_like(q), new_state(q, {q.sym_size(0), q.sym_size(2), q.sym_size(1)})};
 }
 
-/// The forward pass over tensors that need no padding. `after_copies`: that of q, k and v was the
-/// last launch.
-TensorTuple<2> run_forward(const ForgettingAttention& a, bool after_copies) {
+/// The forward pass over tensors that need no padding.
+TensorTuple<2> run_forward(const ForgettingAttention& a) {
   auto results = a.meta();
   check_attention_values(a);
   const auto& [o, lse] = results;
   KernelInputs read(a.q);
   kernels::attention::ForgettingAttentionParams params = attention_params(a, &read);
-  params.log_f_is_older = after_copies;
   params.o = head_series(o);
   params.lse = lse.data_ptr();
   Launch(kOpName<ForgettingAttention>, &params, o).run();
@@ -186,7 +184,7 @@ TensorTuple<2> run_forward(const ForgettingAttention& a, bool after_copies) {
 
 TensorTuple<2> ForgettingAttention::kernel() const {
   if (!wants_padding({q, k, v})) {
-    return run_forward(*this, false);
+    return run_forward(*this);
   }
   check_attention(*this);
   const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);

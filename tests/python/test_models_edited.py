@@ -129,6 +129,11 @@ def test_a_prefix_of_another_configuration_is_refused(tmp_path):
         text = str(error.value).partition("expected the prefix")[2]
         with pytest.raises(ValueError, match=f"add_saved: saved: expected.*{re.escape(text)}$"):
             decoder.load(path)
+    decoder = saved("fox-pro-grouped")
+    options = dict(reversed(decoder.model.config.mixer_options.items()))
+    assert len(options) > 1  # in another order they are the same options
+    same = CausalLM(dataclasses.replace(decoder.model.config, mixer_options=options)).double()
+    assert Decoder(same, 1).load(path) == 0
     decoder = saved("fox")
     fewer = CausalLM(dataclasses.replace(decoder.model.config, layers=1)).double()
     with pytest.raises(ValueError, match="a model with layers = 1; got one with 2"):

@@ -1,8 +1,8 @@
 // The entry points of forgetting_attention_cuda.h, which say which kernels take a set of params;
 // the scans of gates as launches of their own; and the path on tensor cores: its plans, which
 // kernel follows which, and two small kernels of its backward pass (clear_kernel,
-// key_extents_kernel). There the scans share launches, with clear_kernel, delta_kernel and
-// convert_dq_kernel.
+// key_extents_kernel). In the backward pass on tensor cores the scans share launches, with
+// clear_kernel, delta_kernel and convert_dq_kernel.
 
 #include <algorithm>
 

@@ -3,8 +3,10 @@
 // Sums of gates over time, and the way back from gradients of scores to gradients of gates: two
 // scans over time in float64. Time is divided into chunks that run at the same time: chunks are
 // added up first, then every chunk is scanned by itself, from the totals before it, so sums have a
-// fixed order. Both steps are parts of blocks of kGateChunk threads, which may share a launch with
-// other work; scan_gates and gate_gradients launch a scan by itself (forgetting_attention_cuda.cu).
+// fixed order. Over at most four chunks of keys one launch does both: a block adds up the chunks
+// before its own (short_gate_scan_kernel). Both steps are parts of blocks of kGateChunk threads,
+// which may share a launch with other work; scan_gates and gate_gradients launch a scan by itself
+// (forgetting_attention_cuda.cu).
 
 #include "kernels/attention/forgetting_attention_cuda.h"
 #include "kernels/common/cuda/kernel_chain.cuh"
@@ -189,23 +191,16 @@ __global__ void __launch_bounds__(kGateChunk)
   chunks.scan_chunk(blockIdx.x);
 }
 
-/// The whole scan, where a block adds up the chunks before its own. Beside a kernel before that it
-/// does not depend on, it only ends later than that one: what follows may depend on both.
+/// The whole scan, where a block adds up the chunks before its own.
 template <class Scan>
 __global__ void __launch_bounds__(kGateChunk)
     short_gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
   let_next_kernel_begin();
-  const bool is_independent = !Scan::kReverse && chunks.scan.p.log_f_is_older;
-  if (!is_independent) {
-    wait_for_kernels_before();
-  }
+  wait_for_kernels_before();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     chunks.scan.begin();
   }
   chunks.template scan_chunk<true>(blockIdx.x);
-  if (is_independent) {
-    wait_for_kernels_before();
-  }
 }
 
 using GateGradientChunks = GateChunks<GateGradientScan<float>>;

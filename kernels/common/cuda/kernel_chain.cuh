@@ -1,7 +1,8 @@
 #pragma once
 
-// Chains of short kernels, each launched early (launch.cuh), as a step of decoding is: what a
-// kernel reads of constants is on its way while the kernels before it still run.
+// Chains of short kernels, each launched early (launch.cuh), as a step of decoding is, or copies
+// and a scan before attention: what a kernel reads of constants is on its way while the kernels
+// before it still run.
 
 #include "kernels/common/cuda/launch.cuh"
 

@@ -121,8 +121,9 @@ cudaError_t launch_unless_empty(void (*kernel)(Work...), int64_t blocks, dim3 bl
                              stream, work...);
 }
 
-/// Waits until all kernels before have ended and what they wrote can be seen. Every thread of a
-/// kernel launched early must come here before it reads or writes device memory.
+/// Waits until all kernels before have ended and what they wrote can be seen. Before it, a thread
+/// of a kernel launched early may touch only what no running kernel writes, or reads where it
+/// writes; every thread comes here before it ends, since later kernels rely on that.
 __device__ inline void wait_for_kernels_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -153,7 +154,11 @@ cudaError_t launch_early(dim3 grid, dim3 block, int shared_bytes, cudaStream_t s
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = version >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kKernel, work...);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kKernel, work...);
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // the caller has it: nobody else's next check should find it again
+  }
+  return status;
 }
 
 /// Launches early over a grid of one dimension; cudaErrorInvalidConfiguration where it has more

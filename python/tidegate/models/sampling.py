@@ -48,10 +48,11 @@ def _number(
         number = None if isinstance(value, (str, bytes, bool)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = None
+    given = " ".join(repr(value).split())[:80]
     if number is None:
-        raise ValueError(f"{owner}: {name}: expected a number {wanted}; got {value!r}")
+        raise ValueError(f"{owner}: {name}: expected a number {wanted}; got {given}")
     if not is_right(number):
-        raise ValueError(f"{owner}: {name}: expected {wanted}; got {value!r}")
+        raise ValueError(f"{owner}: {name}: expected {wanted}; got {given}")
 
 
 @contextlib.contextmanager
@@ -92,7 +93,8 @@ class SamplingOptions:
         _number(owner, "temperature", self.temperature, ">= 0", lambda x: x >= 0.0)
         if self.top_k is not None:
             whole(owner, "top_k", self.top_k, 1)
-        if self.seed is not None and not isinstance(self.seed, int):  # of any size
+        of_any_size = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.seed is not None and not of_any_size:
             whole(owner, "seed", self.seed)
         if self.top_p is not None:
             _number(owner, "top_p", self.top_p, "in (0, 1]", lambda x: 0.0 < x <= 1.0)

@@ -1,8 +1,9 @@
 #pragma once
 
 // The maps of time segments for HGRN2, where the forward pass divides time: what a segment makes of
-// a state of zero, and the product of its decays. Other gates, and rows that are no whole pieces of
-// 16 bytes, go through the ring of the forward pass itself (tensor_forward.cuh).
+// a state of zero, and the product of its decays. What segment_maps_fit refuses (other gates, key
+// tiles below 128, V that is no multiple of 128, rows that are no whole pieces of 16 bytes) goes
+// through the ring of the forward pass itself (tensor_forward.cuh).
 //
 // Nobody asks for a state within the segment, so no state is ever decayed. Time is gone through
 // from the segment's end, and a key is multiplied by the decays of all tokens after it:
