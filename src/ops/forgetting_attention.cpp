@@ -193,8 +193,7 @@ TensorTuple<2> ForgettingAttention::kernel() const {
                    values = copies.widened(v, wide);
   copies.run();
   const auto [o, lse] = run_forward({queries, keys, values, log_f, attention_scale(scale, head_dim),
-                                     window, cu_seqlens, cu_seqlens_k, prune},
-                                    true);
+                                     window, cu_seqlens, cu_seqlens_k, prune});
   const at::Tensor narrow = copies.narrowed(o, head_dim);
   copies.run();
   return {narrow, lse};
