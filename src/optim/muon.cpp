@@ -154,6 +154,11 @@ std::vector<OptimizerParamGroup> groups_without(const std::vector<Tensor>& taken
   return left;
 }
 
+/// Gives `kept`, which torch made of `given`, the options of that, if it has any.
+void keep_options(const OptimizerParamGroup& given, OptimizerParamGroup& kept) {
+  if (given.has_options()) kept.set_options(given.options().clone());
+}
+
 }  // namespace
 
 Tensor orthogonalize(const Tensor& matrices) {
@@ -207,6 +212,12 @@ Muon::Muon(const std::vector<OptimizerParamGroup>& groups, std::vector<std::vect
   TORCH_CHECK_VALUE(splits_.size() == all.size(), "Muon: splits: expected one a parameter, ",
                     all.size(), "; got ", splits_.size());
   for (size_t i = 0; i < all.size(); ++i) check_splits(all[i], splits_[i]);
+  for (size_t i = 0; i < groups.size(); ++i) keep_options(groups[i], param_groups_[i]);
+}
+
+void Muon::add_param_group(const OptimizerParamGroup& group) {
+  Optimizer::add_param_group(group);
+  keep_options(group, param_groups_.back());
 }
 
 struct Muon::Given {

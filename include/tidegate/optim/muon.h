@@ -56,6 +56,10 @@ class Muon : public torch::optim::Optimizer {
   Muon(const std::vector<torch::optim::OptimizerParamGroup>& groups,
        std::vector<std::vector<int64_t>> splits, MuonOptions options = {});
 
+  /// Adds a group, with options of its own or else the optimizer's. Newer versions of torch keep
+  /// the options of a group for their own optimizers alone.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
   /// One step for every parameter that has a gradient; throws c10::Error for a sparse one.
   torch::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
