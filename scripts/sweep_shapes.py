@@ -221,10 +221,9 @@ def try_fewer_configurations(most: int | None) -> None:
     Autotuner.prune_configs = some
 
 
-def compile_baseline(shape: Shape, device: str, gla_configs: int | None) -> str:
+def compile_baseline(shape: Shape, device: str) -> str:
     """Has Triton compile, and cache, what the baseline takes. Returns what went wrong."""
     try:
-        try_fewer_configurations(gla_configs)
         inputs = inputs_of(shape, device)
         fla_call(shape)(*inputs).sum().backward()
         torch.cuda.synchronize()
@@ -238,8 +237,10 @@ def compile_baselines(
 ) -> list[Shape]:
     """Returns the shapes that were done after so many seconds; the others have no baseline."""
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, len(shapes)), mp_context=context)
-    jobs = {pool.submit(compile_baseline, shape, device, gla_configs): shape for shape in shapes}
+    pool = ProcessPoolExecutor(
+        min(processes, len(shapes)), context, try_fewer_configurations, (gla_configs,)
+    )
+    jobs = {pool.submit(compile_baseline, shape, device): shape for shape in shapes}
     done, late = wait(jobs, None if math.isinf(seconds) else seconds)
     problems = {jobs[job]: str(job.exception() or job.result()) for job in done}
     for problem in filter(None, problems.values()):

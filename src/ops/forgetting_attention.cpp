@@ -169,34 +169,32 @@ TensorTuple<2> ForgettingAttention::meta() const {
   return {new_like(q), new_state(q, {q.sym_size(0), q.sym_size(2), q.sym_size(1)})};
 }
 
-/// The forward pass over tensors that need no padding.
-TensorTuple<2> run_forward(const ForgettingAttention& a) {
-  auto results = a.meta();
-  check_attention_values(a);
+TensorTuple<2> ForgettingAttention::kernel() const {
+  if (wants_padding({q, k, v})) {
+    check_attention(*this);
+    const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
+    WidthCopies copies(kOpName<ForgettingAttention>);
+    const at::Tensor queries = copies.widened(q, wide), keys = copies.widened(k, wide),
+                     values = copies.widened(v, wide);
+    copies.run();
+    const auto [o, lse] =
+        ForgettingAttention{
+            queries, keys,       values,       log_f, attention_scale(scale, head_dim),
+            window,  cu_seqlens, cu_seqlens_k, prune}
+            .kernel();
+    const at::Tensor narrow = copies.narrowed(o, head_dim);
+    copies.run();
+    return {narrow, lse};
+  }
+  auto results = meta();
+  check_attention_values(*this);
   const auto& [o, lse] = results;
-  KernelInputs read(a.q);
-  kernels::attention::ForgettingAttentionParams params = attention_params(a, &read);
+  KernelInputs read(q);
+  kernels::attention::ForgettingAttentionParams params = attention_params(*this, &read);
   params.o = head_series(o);
   params.lse = lse.data_ptr();
   Launch(kOpName<ForgettingAttention>, &params, o).run();
   return results;
-}
-
-TensorTuple<2> ForgettingAttention::kernel() const {
-  if (!wants_padding({q, k, v})) {
-    return run_forward(*this);
-  }
-  check_attention(*this);
-  const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
-  WidthCopies copies(kOpName<ForgettingAttention>);
-  const at::Tensor queries = copies.widened(q, wide), keys = copies.widened(k, wide),
-                   values = copies.widened(v, wide);
-  copies.run();
-  const auto [o, lse] = run_forward({queries, keys, values, log_f, attention_scale(scale, head_dim),
-                                     window, cu_seqlens, cu_seqlens_k, prune});
-  const at::Tensor narrow = copies.narrowed(o, head_dim);
-  copies.run();
-  return {narrow, lse};
 }
 
 // ---- backward ----

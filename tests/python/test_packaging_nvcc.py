@@ -35,29 +35,36 @@ def fake_nvcc(folder: Path, release: str | None) -> Path:
     return nvcc
 
 
-def detect(
-    folder: Path, torch_cuda: str | None = "13.0", cuda: str = "AUTO", **environment: str
+def configured(
+    folder: Path, project: str, environment: dict[str, str], **entries: object
 ) -> subprocess.CompletedProcess[str]:
-    """Configures a project that only looks for CUDA, where nvcc is what `environment` names."""
-    (folder / "CMakeLists.txt").write_text(DETECTION, encoding="utf-8")
-    torch_dir = fake_torch(folder / "torch", "2.11.0", torch_cuda)
-    (folder / "empty").mkdir()
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    """Has CMake configure a project of one file, with these cache entries, in this environment."""
+    (folder / "CMakeLists.txt").write_text(project, encoding="utf-8")
     command = [
         cache_entry("CMAKE_COMMAND"),
         *("-S", folder, "-B", folder / "build", "-G", cache_entry("CMAKE_GENERATOR")),
         f"-DCMAKE_MAKE_PROGRAM={cache_entry('CMAKE_MAKE_PROGRAM')}",
         f"-DCMAKE_MODULE_PATH={SOURCE / 'cmake'}",
-        f"-DTIDEGATE_TORCH_DIR={torch_dir}",
-        f"-DTIDEGATE_CUDA={cuda}",
+        *(f"-D{name}={value}" for name, value in entries.items()),
     ]
     return subprocess.run(
         [str(word) for word in command],
         capture_output=True,
         text=True,
-        env={**kept, "PATH": str(folder / "empty"), **environment},
+        env=environment,
         timeout=600,
     )
+
+
+def detect(
+    folder: Path, torch_cuda: str | None = "13.0", cuda: str = "AUTO", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Configures a project that only looks for CUDA, where nvcc is what `environment` names."""
+    torch_dir = fake_torch(folder / "torch", "2.11.0", torch_cuda)
+    (folder / "empty").mkdir()
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    seen = {**kept, "PATH": str(folder / "empty"), **environment}
+    return configured(folder, DETECTION, seen, TIDEGATE_TORCH_DIR=torch_dir, TIDEGATE_CUDA=cuda)
 
 
 def said_of_cuda(result: subprocess.CompletedProcess[str]) -> str:
@@ -175,25 +182,13 @@ message(STATUS "chosen: ${chosen}")
 
 def choose_sm80(folder: Path, asked: str, says: str | None) -> subprocess.CompletedProcess[str]:
     """What TIDEGATE_CUDA_SM80=`asked` comes to where nvidia-smi prints `says`; None: it fails."""
-    (folder / "CMakeLists.txt").write_text(SM80, encoding="utf-8")
     smi = folder / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     printed = "exit 9" if says is None else f"printf '{says}'"
     smi.write_text(f"#!/bin/sh\n{printed}\n", encoding="utf-8")
     smi.chmod(0o755)
-    command = [
-        cache_entry("CMAKE_COMMAND"),
-        *("-S", folder, "-B", folder / "build", "-G", cache_entry("CMAKE_GENERATOR")),
-        f"-DCMAKE_MAKE_PROGRAM={cache_entry('CMAKE_MAKE_PROGRAM')}",
-        f"-DCMAKE_MODULE_PATH={SOURCE / 'cmake'}",
-        f"-DTIDEGATE_CUDA_SM80={asked}",
-    ]
-    return subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": str(smi.parent)},
-        timeout=600,
+    return configured(
+        folder, SM80, {**os.environ, "PATH": str(smi.parent)}, TIDEGATE_CUDA_SM80=asked
     )
 
 
