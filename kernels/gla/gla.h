@@ -25,6 +25,7 @@ enum class GlaPath : uint8_t {
   kPlain,       // token by token: any dtype, any K and V; on CUDA also the kernels of one or two
                 // tokens
   kTensorCore,  // sub-chunks of 16 tokens on tensor cores (CUDA; 16-bit data)
+  kFp32Chunks,  // chunks of 64 tokens in fp32 without tensor cores (CUDA; float32 data)
 };
 
 /// Tensor cores take K and V up to kMostTensorCoreDim, backward only multiples of kTensorCoreDims:

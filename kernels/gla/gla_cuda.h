@@ -34,6 +34,24 @@ cudaError_t gla_plain_forward(const GlaParams& params, cudaStream_t stream);
 cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* plan);
 cudaError_t gla_plain_backward(const GlaBackwardParams& params, cudaStream_t stream);
 
+/// dlog f of one gate a head from that of its channels, [B, T, H, K] in the type of the state.
+cudaError_t sum_gate_channels(const GlaBackwardParams& params, void* channels, cudaStream_t stream);
+
+// ---- Both passes in float32, in chunks ----
+//
+// Plans and launches of fp32_chunks/fp32_chunks.cu. What is not taken, the plain kernels take.
+
+/// Whether its kernels take these params on the current device: float32 data, more tokens than
+/// kMostUnpaddedTokens, and room for K and V in shared memory.
+cudaError_t fp32_forward_fits(const GlaParams& params, bool* fits);
+cudaError_t fp32_backward_fits(const GlaBackwardParams& params, bool* fits);
+
+cudaError_t fp32_forward_plan(const GlaParams& params, GlaPlan* plan);
+cudaError_t fp32_backward_plan(const GlaBackwardParams& params, GlaPlan* plan);
+
+cudaError_t fp32_forward(const GlaParams& params, cudaStream_t stream);
+cudaError_t fp32_backward(const GlaBackwardParams& params, cudaStream_t stream);
+
 // ---- The forward pass on tensor cores ----
 //
 // Its plan and launch (gla_cuda.cu), and what the units that hold the kernels

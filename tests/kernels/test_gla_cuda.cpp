@@ -1,5 +1,6 @@
 // Gated linear attention on CUDA through raw pointers: the plain path in every dtype, the
-// tensor-core path in every form, whole and in segments, held against the naive references.
+// tensor-core path and float32's chunks in every form, whole and in segments, held against the naive
+// references.
 
 #include <gtest/gtest.h>
 
@@ -56,6 +57,42 @@ class GlaCuda : public ::testing::TestWithParam<Param> {
     shape.q_activation = kActivations[i % 3];
     shape.v_activation = kActivations[i / 3 % 3];
     return shape;
+  }
+
+  /// A NaN or infinity at token t reaches no output of an earlier token, in whatever place of a
+  /// sub-chunk t is; and what it does not reach is as it would be without it.
+  void check_that_nan_reaches_later_tokens_only(GlaPath path) const {
+    for (const int64_t step : {0, 3, 15, 16, 21, 31, 32, 39}) {
+      for (const int in : {0, 1, 2, 3}) {
+        for (const double poison : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+          GlaShape shape = shape_;
+          shape.batch = shape.heads = 1;
+          shape.time = 40;
+          shape.key_dim = shape.value_dim = 16;
+          if (in == 1 && shape.logits()) continue;  // there is no k
+          const int column = shape.gate_per_head && in == 3 ? 0 : 4;
+          GlaProblem clean(shape), problem(shape);
+          TypedSeries* inputs[] = {&problem.q, &problem.k, &problem.v, &problem.gate};
+          inputs[in]->set(step, column, in == 3 ? NAN : poison);
+          for (GlaProblem* p : {&clean, &problem}) {
+            GlaOnDevice device(*p, path);
+            device.forward(device.forward_params());
+            device.download();
+          }
+          for (int64_t t = 0; t < shape.time; ++t) {
+            for (int64_t j = 0; j < shape.value_dim; ++j) {
+              // A query reaches its own token; v its column; keys and gates all columns.
+              const bool hit = in == 0 ? t == step : t >= step && (in != 2 || j == 4);
+              const double got = problem.o.get(t, j).real();
+              EXPECT_EQ(std::isfinite(got), !hit) << in << " at " << step << ": " << t << ", " << j;
+              if (!hit) {
+                EXPECT_EQ(got, clean.o.get(t, j).real());
+              }
+            }
+          }
+        }
+      }
+    }
   }
 
   GlaShape shape_;
@@ -329,40 +366,8 @@ TEST_P(GlaCudaTensorCore, LittleSharedMemory) {
   }
 }
 
-// A NaN or infinity at token t reaches no output of an earlier token, in whatever place of a
-// sub-chunk t is; and what it does not reach is as it would be without it.
 TEST_P(GlaCudaTensorCore, NanReachesLaterTokensOnly) {
-  for (const int64_t step : {0, 3, 15, 16, 21, 31, 32, 39}) {
-    for (const int in : {0, 1, 2, 3}) {
-      for (const double poison : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
-        GlaShape shape = shape_;
-        shape.batch = shape.heads = 1;
-        shape.time = 40;
-        shape.key_dim = shape.value_dim = 16;
-        if (in == 1 && shape.logits()) continue;  // there is no k
-        const int column = shape.gate_per_head && in == 3 ? 0 : 4;
-        GlaProblem clean(shape), problem(shape);
-        TypedSeries* inputs[] = {&problem.q, &problem.k, &problem.v, &problem.gate};
-        inputs[in]->set(step, column, in == 3 ? NAN : poison);
-        for (GlaProblem* p : {&clean, &problem}) {
-          GlaOnDevice device(*p, GlaPath::kTensorCore);
-          device.forward(device.forward_params());
-          device.download();
-        }
-        for (int64_t t = 0; t < shape.time; ++t) {
-          for (int64_t j = 0; j < shape.value_dim; ++j) {
-            // A query reaches its own token; v its column; keys and gates all columns.
-            const bool hit = in == 0 ? t == step : t >= step && (in != 2 || j == 4);
-            const double got = problem.o.get(t, j).real();
-            EXPECT_EQ(std::isfinite(got), !hit) << in << " at " << step << ": " << t << ", " << j;
-            if (!hit) {
-              EXPECT_EQ(got, clean.o.get(t, j).real());
-            }
-          }
-        }
-      }
-    }
-  }
+  check_that_nan_reaches_later_tokens_only(GlaPath::kTensorCore);
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaTensorCore,
@@ -370,7 +375,134 @@ INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaTensorCore,
                                             ::testing::ValuesIn(kForms)),
                          name_of);
 
-// ---- both ----
+// ---- float32 in chunks ----
+
+class GlaCudaFp32Chunks : public GlaCuda {
+ protected:
+  /// Both passes, twice for their bits.
+  static void check(const GlaShape& shape) {
+    SCOPED_TRACE(shape.full_name());
+    GlaProblem problem(shape), again(shape);
+    for (GlaProblem* p : {&problem, &again}) {
+      kernels::gla::GlaBackwardParams params = p->backward_params();
+      params.forward.path = GlaPath::kFp32Chunks;
+      check_cuda(kernels::gla::gla_backward_plan(params, &params.forward.plan), "plan");
+      p->take_partials(params.forward.plan.partials);
+      GlaOnDevice device(*p, GlaPath::kFp32Chunks);
+      device.forward(device.forward_params());
+      device.backward();
+      device.download();
+    }
+    problem.check();
+    for (size_t i = 0; i < problem.outputs().size(); ++i) {
+      EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched());
+      EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i])) << "output " << i;
+    }
+  }
+};
+
+TEST_P(GlaCudaFp32Chunks, EveryLength) {
+  uint32_t i = 0;
+  for (const int64_t time : {9, 15, 16, 17, 31, 48, 63, 64, 65, 127, 128, 200, 1000}) {
+    for (const bool packed : {false, true}) {
+      GlaShape shape = vary(i++);
+      shape.time = time;
+      shape.batch = time >= 200 ? 1 : 2;
+      shape.heads = 2;
+      shape.key_dim = i % 2 == 0 ? 9 : 40;
+      shape.value_dim = i % 3 == 0 ? 4 : 37;
+      if (packed) pack(&shape, i / 2);
+      check(shape);
+    }
+  }
+}
+
+TEST_P(GlaCudaFp32Chunks, EverySize) {
+  uint32_t i = 0;
+  for (const int64_t key_dim : {1, 3, 16, 17, 64, 97, 130, 256}) {
+    for (const int64_t value_dim : {1, 4, 31, 33, 128, 200}) {
+      GlaShape shape = vary(i++);
+      shape.batch = 1;
+      shape.heads = 1 + i % 2;
+      shape.time = i % 4 == 0 ? 16 : 41;
+      shape.key_dim = key_dim;
+      shape.value_dim = value_dim;
+      shape.gap = i % 3;
+      shape.shift = i % 2;
+      check(shape);
+    }
+  }
+}
+
+// The most that fits: what is larger is the plain kernels'.
+TEST_P(GlaCudaFp32Chunks, LargestSizes) {
+  for (const int64_t key_dim : {8, 512}) {
+    for (const int64_t value_dim : {8, 512}) {
+      GlaShape shape = vary(static_cast<uint32_t>(key_dim + value_dim));
+      shape.batch = shape.heads = 1;
+      shape.time = 81;
+      shape.key_dim = key_dim;
+      shape.value_dim = value_dim;
+      GlaProblem problem(shape);
+      bool fits = false;
+      check_cuda(kernels::gla::fp32_backward_fits(problem.backward_params(), &fits), "fits");
+      if (fits) check(shape);
+    }
+  }
+}
+
+// Long enough, and few enough heads, for the states to be found in segments.
+TEST_P(GlaCudaFp32Chunks, Segments) {
+  for (uint32_t i = 0; i < 4; ++i) {
+    GlaShape shape = vary(i);
+    shape.batch = shape.heads = 1;
+    shape.time = 64 * 8 * 4 + (i % 2 == 0 ? 0 : 37);
+    shape.key_dim = i % 2 == 0 ? 16 : 35;
+    shape.value_dim = i < 2 ? 8 : 21;
+    if (i >= 2) shape.offsets = {0, 0, shape.time - 5, shape.time - 5, shape.time};
+    GlaProblem problem(shape);
+    kernels::gla::GlaParams params = problem.forward_params();
+    params.path = GlaPath::kFp32Chunks;
+    check_cuda(kernels::gla::gla_forward_plan(params, &params.plan), "plan");
+    EXPECT_EQ(params.plan.segment_time > 0, i < 2);
+    check(shape);
+  }
+}
+
+TEST_P(GlaCudaFp32Chunks, LittleSharedMemory) {
+  const SharedBytesLimit limit(99 * 1024);
+  for (const int64_t dim : {64, 128}) {
+    GlaShape shape = vary(static_cast<uint32_t>(dim));
+    shape.batch = shape.heads = 1;
+    shape.time = 90;
+    shape.key_dim = shape.value_dim = dim;
+    check(shape);
+  }
+}
+
+TEST_P(GlaCudaFp32Chunks, NanReachesLaterTokensOnly) {
+  check_that_nan_reaches_later_tokens_only(GlaPath::kFp32Chunks);
+}
+
+TEST_P(GlaCudaFp32Chunks, Sanitize) {
+  for (uint32_t i = 0; i < 3; ++i) {
+    GlaShape shape = vary(6 + i);
+    shape.has_states = true;
+    shape.batch = shape.heads = 1;
+    shape.time = i == 1 ? 64 * 8 * 4 : 83;
+    shape.key_dim = i == 1 ? 17 : 70;
+    shape.value_dim = i == 0 ? 33 : 20;
+    if (i == 2) pack(&shape, 0);
+    check(shape);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaFp32Chunks,
+                         ::testing::Combine(::testing::Values(DType::kFloat32),
+                                            ::testing::Values(false), ::testing::ValuesIn(kForms)),
+                         name_of);
+
+// ---- all paths ----
 
 class GlaCudaStep : public GlaCuda {};
 
@@ -478,6 +610,17 @@ TEST(GlaCudaPlan, TakesTensorCoresWhereTheyFit) {
   };
   EXPECT_EQ(path_of(outgrow_tile), GlaPath::kPlain);
   EXPECT_EQ(path_of([](GlaParams& p) { p.layout.time = 2; }), GlaPath::kPlain);
+  const auto as_float32 = [](GlaParams& p) {
+    for (kernels::HeadSeries* rows : {&p.q, &p.k, &p.v, &p.gate, &p.o}) {
+      rows->dtype = DType::kFloat32;
+    }
+  };
+  EXPECT_EQ(path_of(as_float32), GlaPath::kFp32Chunks);
+  EXPECT_EQ(path_of([&](GlaParams& p) {
+              as_float32(p);
+              p.layout.time = kernels::gla::kMostUnpaddedTokens;
+            }),
+            GlaPath::kPlain);
   GlaProblem problem(shape);
   auto params = problem.forward_params();
   params.path = GlaPath::kTensorCore;

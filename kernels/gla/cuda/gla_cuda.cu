@@ -14,6 +14,7 @@
 #include "kernels/gla/cuda/backward/chunk_place.cuh"
 #include "kernels/gla/cuda/backward/state_pass.cuh"
 #include "kernels/gla/cuda/forward/stage.cuh"
+#include "kernels/gla/cuda/segment_carries.h"
 #include "kernels/gla/forward_rows.h"
 #include "kernels/gla/gla_cuda.h"
 
@@ -33,25 +34,36 @@ bool is_empty(const GlaParams& p) { return p.layout.sequences == 0 || p.channels
 }  // namespace
 
 cudaError_t gla_forward_plan(const GlaParams& params, GlaPlan* plan) {
+  const auto may_be = [&params](GlaPath path) {
+    return params.path == path || params.path == GlaPath::kAuto;
+  };
   // One or two tokens are the plain entry's, which gives them to its kernels of decoding.
-  const bool fits = params.layout.time > kStepTokens && tensor_forward_fits(params);
-  if (fits && params.path != GlaPath::kPlain) {
+  if (may_be(GlaPath::kTensorCore) && params.layout.time > kStepTokens &&
+      tensor_forward_fits(params)) {
     return tensor_forward_plan(params, plan);
   }
+  if (may_be(GlaPath::kFp32Chunks)) {
+    bool fits = false;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(fp32_forward_fits(params, &fits));
+    if (fits) return fp32_forward_plan(params, plan);
+  }
   *plan = {.path = GlaPath::kPlain};
-  return params.path == GlaPath::kTensorCore ? cudaErrorNotSupported : cudaSuccess;
+  return may_be(GlaPath::kPlain) ? cudaSuccess : cudaErrorNotSupported;
 }
 
 cudaError_t gla_backward_plan(const GlaBackwardParams& params, GlaPlan* plan) {
-  const GlaPath path = params.forward.path;
-  if (path != GlaPath::kPlain && params.forward.layout.time > kStepTokens) {
-    bool fits = false;
+  const GlaPath asked = params.forward.path;
+  const auto may_be = [asked](GlaPath path) { return asked == path || asked == GlaPath::kAuto; };
+  bool fits = false;
+  if (may_be(GlaPath::kTensorCore) && params.forward.layout.time > kStepTokens) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(tensor_backward_fits(params, &fits));
-    if (fits) {
-      return tensor_backward_plan(params, plan);
-    }
+    if (fits) return tensor_backward_plan(params, plan);
   }
-  if (path == GlaPath::kTensorCore) {
+  if (may_be(GlaPath::kFp32Chunks)) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(fp32_backward_fits(params, &fits));
+    if (fits) return fp32_backward_plan(params, plan);
+  }
+  if (!may_be(GlaPath::kPlain)) {
     return cudaErrorNotSupported;
   }
   *plan = {.path = GlaPath::kPlain};
@@ -62,38 +74,35 @@ cudaError_t gla_forward(const GlaParams& params, cudaStream_t stream) {
   if (is_empty(params)) {
     return cudaSuccess;
   }
-  return params.plan.path == GlaPath::kTensorCore ? tensor_forward(params, stream)
-                                                  : gla_plain_forward(params, stream);
+  switch (params.plan.path) {
+    case GlaPath::kTensorCore:
+      return tensor_forward(params, stream);
+    case GlaPath::kFp32Chunks:
+      return fp32_forward(params, stream);
+    default:
+      return gla_plain_forward(params, stream);
+  }
 }
 
 cudaError_t gla_backward(const GlaBackwardParams& params, cudaStream_t stream) {
   if (is_empty(params.forward)) {
     return cudaSuccess;
   }
-  return params.forward.plan.path == GlaPath::kTensorCore ? tensor_backward(params, stream)
-                                                          : gla_plain_backward(params, stream);
+  switch (params.forward.plan.path) {
+    case GlaPath::kTensorCore:
+      return tensor_backward(params, stream);
+    case GlaPath::kFp32Chunks:
+      return fp32_backward(params, stream);
+    default:
+      return gla_plain_backward(params, stream);
+  }
 }
 
 // ---- The states of segments ----
 //
-// States of matrix recurrences across time segments that blocks scanned at the same time: what
-// each segment makes of a state, S -> decay * S + own a row, becomes the state itself.
+// See segment_carries.h.
 
 namespace {
-
-/// The maps of all segments of one scan, in fp32.
-struct SegmentCarries {
-  TimeTiles segments = {};
-  int64_t heads = 0, rows = 0, columns = 0;  // of a state
-  const void* initial = nullptr;             // [N, H, rows, columns]; null: zero
-  const float* decays = nullptr;             // [segment index, H, rows]
-  float* states = nullptr;                   // [segment index, H, rows, columns]: own, then states
-  bool adjoint = false;                      // a sequence's last segment comes first
-};
-
-/// Whether a segment's place gets the state before or after it. The state after a sequence's last
-/// segment is nobody's start: then that segment's place stays as it was.
-enum class CarryPlace : uint8_t { kBefore, kAfter };
 
 constexpr int kThreads = 256;
 constexpr int kMostScans = 2;
@@ -162,8 +171,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Composes the maps of `count` scans, at most two, which have the same segments and sizes, in one
-/// launch.
+}  // namespace
+
 cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace place,
                              cudaStream_t stream) {
   Scans all = {};
@@ -180,15 +189,16 @@ cudaError_t compose_segments(const SegmentCarries* scans, int count, CarryPlace 
     return launch_unless_empty(kernel, grid, kThreads, 0, stream, all);
   };
   if (place == CarryPlace::kBefore) {
-    // The backward pass pads its heads, so its states always come in aligned fours of floats.
     return in_fours ? launch(&compose_segments_kernel<float4, CarryPlace::kBefore>)
-                    : cudaErrorInvalidValue;
+                    : launch(&compose_segments_kernel<float, CarryPlace::kBefore>);
   }
   return in_fours ? launch(&compose_segments_kernel<float4, CarryPlace::kAfter>)
                   : launch(&compose_segments_kernel<float, CarryPlace::kAfter>);
 }
 
-// ---- The forward pass ----
+// ---- The forward pass on tensor cores ----
+
+namespace {
 
 /// One launch of the kernel for one key tile; `maps`: of the maps of segments instead of outputs.
 cudaError_t launch_key_tile(const TensorForward& w, bool maps, cudaStream_t stream) {
@@ -289,7 +299,7 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
   });
 }
 
-// ---- The backward pass ----
+// ---- The backward pass on tensor cores ----
 //
 // Three launches: factors of all chunks, states at their boundaries, gradients of all chunks. With
 // segments they are five: before the states come the maps of segments, and their composition. With

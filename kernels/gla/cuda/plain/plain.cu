@@ -314,6 +314,15 @@ struct PlainBackwardSchedule {
 };
 
 template <class Real>
+cudaError_t launch_gate_sum(const PlainBackward& work, cudaStream_t stream) {
+  const GlaParams& p = work.params.forward;
+  constexpr int kGatesPerBlock = kPlainThreads / 32;
+  const int64_t gates = p.layout.batch * p.layout.time * p.heads;
+  return launch_unless_empty(&plain_gate_sum_kernel<Real>, ceil_div(gates, kGatesPerBlock),
+                             dim3(kPlainThreads), 0, stream, work);
+}
+
+template <class Real>
 cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream) {
   const GlaParams& p = params.forward;
   const PlainScan values = {p, params.d_o, params.dv, params.dh_final};
@@ -326,13 +335,7 @@ cudaError_t launch_backward(const GlaBackwardParams& params, cudaStream_t stream
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&plain_backward_kernel<Real>,
                                                     int64_t{schedule.blocks}, dim3(kPlainThreads),
                                                     bytes, stream, schedule.work));
-  if (!p.gate_per_head) {
-    return cudaSuccess;
-  }
-  constexpr int kGatesPerBlock = kPlainThreads / 32;
-  const int64_t gates = p.layout.batch * p.layout.time * p.heads;
-  return launch_unless_empty(&plain_gate_sum_kernel<Real>, ceil_div(gates, kGatesPerBlock),
-                             dim3(kPlainThreads), 0, stream, schedule.work);
+  return p.gate_per_head ? launch_gate_sum<Real>(schedule.work, stream) : cudaSuccess;
 }
 
 }  // namespace
@@ -370,6 +373,13 @@ cudaError_t gla_plain_backward_plan(const GlaBackwardParams& params, GlaPlan* pl
     plan->partials = params.forward.layout.sequences;
     plan->workspace_bytes = schedule.workspace_bytes();
     return cudaSuccess;
+  });
+}
+
+cudaError_t sum_gate_channels(const GlaBackwardParams& params, void* channels,
+                              cudaStream_t stream) {
+  return dispatch_state(params.forward.q.dtype, [&]<class Real>() {
+    return launch_gate_sum<Real>({.params = params, .gate_channels = channels}, stream);
   });
 }
 

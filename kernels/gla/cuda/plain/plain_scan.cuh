@@ -15,7 +15,8 @@ __device__ Real precise_decay(Real log_f) {
 }
 
 /// One head of one sequence: queries, keys, decays and values after all that is applied to them.
-template <class Real>
+/// Rows: how rows are read, HeadRows (of any type) or what has its load.
+template <class Real, class Rows = HeadRows>
 class PlainInputs {
  public:
   using Math = GateMath<Real, false>;
@@ -58,7 +59,7 @@ class PlainInputs {
 
  private:
   const GlaParams& p_;
-  HeadRows q_, k_, v_, gate_;
+  Rows q_, k_, v_, gate_;
   const Real* gamma_;
 };
 

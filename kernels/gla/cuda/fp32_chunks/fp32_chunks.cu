@@ -1,0 +1,246 @@
+// The host's side of the float32 chunks: what they take, their plans, workspaces and launches.
+//
+// Forward: states before every chunk, then outputs of all chunks. Backward: states in both
+// directions, dv of all chunks, and the other gradients. Where few blocks would go through long
+// sequences, the states are found in segments: their maps, these composed, then the states.
+
+#include <algorithm>
+
+#include "kernels/common/cuda/device.h"
+#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/integers.h"
+#include "kernels/gla/cuda/fp32_chunks/chunk_gradients.cuh"
+#include "kernels/gla/cuda/fp32_chunks/chunk_outputs.cuh"
+#include "kernels/gla/cuda/fp32_chunks/chunk_states.cuh"
+#include "kernels/gla/cuda/segment_carries.h"
+#include "kernels/gla/gla_cuda.h"
+
+namespace tidegate::kernels::gla {
+namespace fp32_chunks {
+namespace {
+
+// ---- Tiles ----
+//
+// Outputs: 64 columns of V, so that gates and scores are made for as many at once, where that many
+// exist and their states have room; else 32. Gradients: 32 channels, where their states have room;
+// else 16.
+
+int output_bytes(const GlaParams& p, int tiles) {
+  const auto key_dim = static_cast<int>(p.key_dim);
+  return tiles == 2 ? OutputShared<2>::bytes(key_dim) : OutputShared<1>::bytes(key_dim);
+}
+int output_tiles(const GlaParams& p, int shared_bytes) {
+  return p.value_dim > 32 && output_bytes(p, 2) <= shared_bytes ? 2 : 1;
+}
+
+int gradient_bytes(const GlaParams& p, int rows) {
+  const auto value_dim = static_cast<int>(p.value_dim);
+  return rows == 32 ? GradientShared<32>::bytes(value_dim) : GradientShared<16>::bytes(value_dim);
+}
+int gradient_rows(const GlaParams& p, int shared_bytes) {
+  return p.key_dim > 16 && gradient_bytes(p, 32) <= shared_bytes ? 32 : 16;
+}
+
+/// Tokens of a segment of the state scans, or 0 where their blocks keep the device busy as they
+/// are: with segments the scans run twice, and two more launches are made, so few parts do not pay.
+int64_t choose_segment(const GlaParams& p, int directions, int multiprocessors) {
+  constexpr int64_t kFewestParts = 4, kFewestChunks = 8;
+  const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
+  const int64_t blocks = directions * sequences * p.heads * ceil_div(p.key_dim, kStateRows) *
+                         ceil_div(p.value_dim, kStateColumns);
+  const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kChunk);
+  const int64_t parts = std::min(4 * multiprocessors / blocks, chunks / kFewestChunks);
+  return parts < kFewestParts ? 0 : ceil_div(chunks, parts) * kChunk;
+}
+
+// ---- The workspace ----
+
+/// Its parts, in floats: states of chunks, maps of segments, and dlog f a channel.
+struct Workspace {
+  int64_t states, segment_states, segment_decays, gate_channels;
+  int directions;
+
+  Workspace(const GlaParams& p, int64_t chunks, int64_t segments, int scans)
+      : states(chunks * p.heads * p.key_dim * p.value_dim),
+        segment_states(segments * p.heads * p.key_dim * p.value_dim),
+        segment_decays(segments * p.heads * p.key_dim),
+        gate_channels(scans == kDirections && p.gate_per_head
+                          ? p.layout.batch * p.layout.time * p.heads * p.key_dim
+                          : 0),
+        directions(scans) {}
+
+  int64_t bytes() const {
+    return (directions * (states + segment_states + segment_decays) + gate_channels) *
+           static_cast<int64_t>(sizeof(float));
+  }
+
+  /// The scan's parts; returns where dlog f a channel begins.
+  float* assign(void* workspace, StateScan* scan) const {
+    auto* memory = static_cast<float*>(workspace);
+    const auto take = [&memory](int64_t count) {
+      float* part = memory;
+      memory += count;
+      return part;
+    };
+    for (int i = 0; i < directions; ++i) {
+      scan->states[i] = take(states);
+      scan->segment_states[i] = take(segment_states);
+      scan->segment_decays[i] = take(segment_decays);
+    }
+    return memory;
+  }
+};
+
+cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  *plan = {.path = GlaPath::kFp32Chunks};
+  plan->segment_time = choose_segment(p, directions, limits.multiprocessors);
+  if (plan->segment_time > 0) {
+    plan->segments = time_tiles(p.layout, plan->segment_time).count;
+  }
+  plan->partials = time_tiles(p.layout, kChunk).count;
+  plan->workspace_bytes = Workspace(p, plan->partials, plan->segments, directions).bytes();
+  return cudaSuccess;
+}
+
+// ---- Launches ----
+
+cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t stream) {
+  const GlaParams& p = scan.params;
+  const int64_t blocks =
+      scan.segments.count * p.heads * scan.row_tiles() * scan.column_tiles();
+  if (blocks > std::numeric_limits<int>::max()) {
+    return cudaErrorInvalidConfiguration;
+  }
+  return launch_unless_empty(&chunk_states_kernel,
+                             dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(directions)),
+                             dim3(kStateThreads), 0, stream, scan);
+}
+
+/// The states at all chunks, by way of segments where the plan has them.
+cudaError_t find_states(StateScan scan, int directions, cudaStream_t stream) {
+  const GlaParams& p = scan.params;
+  scan.divided = p.plan.segment_time > 0;
+  const int64_t whole = std::max<int64_t>(1, ceil_div(p.layout.time, kChunk)) * kChunk;
+  scan.segments = time_tiles(p.layout, scan.divided ? p.plan.segment_time : whole);
+  if (scan.divided) {
+    StateScan maps = scan;
+    maps.maps = true;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(launch_states(maps, directions, stream));
+    SegmentCarries carries[kDirections];
+    for (int i = 0; i < directions; ++i) {
+      carries[i] = {.segments = scan.segments,
+                    .heads = p.heads,
+                    .rows = p.key_dim,
+                    .columns = p.value_dim,
+                    .initial = scan.initial[i],
+                    .decays = scan.segment_decays[i],
+                    .states = scan.segment_states[i],
+                    .adjoint = i == 1};
+    }
+    TIDEGATE_RETURN_IF_CUDA_ERROR(
+        compose_segments(carries, directions, CarryPlace::kBefore, stream));
+  }
+  return launch_states(scan, directions, stream);
+}
+
+template <int kTiles, bool kValueGradient>
+cudaError_t launch_outputs(const ChunkOutputs& work, cudaStream_t stream) {
+  const GlaParams& p = work.params;
+  const int bytes = output_bytes(p, kTiles);
+  constexpr auto* kKernel = &chunk_outputs_kernel<kTiles, kValueGradient>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  const int64_t blocks = work.chunks.count * p.heads * ceil_div(p.value_dim, 32 * kTiles);
+  return launch_unless_empty(kKernel, blocks, dim3(kThreads), bytes, stream, work);
+}
+
+template <bool kValueGradient>
+cudaError_t launch_outputs(const ChunkOutputs& work, int shared_bytes, cudaStream_t stream) {
+  return output_tiles(work.params, shared_bytes) == 2
+             ? launch_outputs<2, kValueGradient>(work, stream)
+             : launch_outputs<1, kValueGradient>(work, stream);
+}
+
+template <int kRows>
+cudaError_t launch_gradients(const ChunkGradients& work, cudaStream_t stream) {
+  const GlaParams& p = work.params.forward;
+  const int bytes = gradient_bytes(p, kRows);
+  constexpr auto* kKernel = &chunk_gradients_kernel<kRows>;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
+  const int64_t blocks = work.chunks.count * p.heads * ceil_div(p.key_dim, kRows);
+  return launch_unless_empty(kKernel, blocks, dim3(kThreads), bytes, stream, work);
+}
+
+bool is_for_chunks(const GlaParams& p) {
+  return p.q.dtype == DType::kFloat32 && p.layout.time > kMostUnpaddedTokens;
+}
+
+}  // namespace
+}  // namespace fp32_chunks
+
+using namespace fp32_chunks;
+
+cudaError_t fp32_forward_fits(const GlaParams& p, bool* fits) {
+  *fits = is_for_chunks(p);
+  if (*fits) {
+    DeviceLimits limits;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+    *fits = output_bytes(p, 1) <= limits.shared_bytes;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t fp32_backward_fits(const GlaBackwardParams& b, bool* fits) {
+  TIDEGATE_RETURN_IF_CUDA_ERROR(fp32_forward_fits(b.forward, fits));
+  if (*fits) {
+    DeviceLimits limits;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+    *fits = gradient_bytes(b.forward, 16) <= limits.shared_bytes;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t fp32_forward_plan(const GlaParams& p, GlaPlan* plan) { return plan_chunks(p, 1, plan); }
+cudaError_t fp32_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
+  return plan_chunks(b.forward, kDirections, plan);
+}
+
+cudaError_t fp32_forward(const GlaParams& p, cudaStream_t stream) {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  StateScan scan;
+  scan.params = p;
+  scan.chunks = time_tiles(p.layout, kChunk);
+  scan.initial[0] = p.h0;
+  scan.final[0] = p.h_final;
+  Workspace(p, scan.chunks.count, p.plan.segments, 1).assign(p.workspace, &scan);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, 1, stream));
+  return launch_outputs<false>({p, p.v, p.o, scan.chunks, scan.states[0]}, limits.shared_bytes,
+                               stream);
+}
+
+cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
+  const GlaParams& p = b.forward;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  StateScan scan;
+  scan.params = p;
+  scan.d_o = b.d_o;
+  scan.chunks = time_tiles(p.layout, kChunk);
+  scan.initial[0] = p.h0;
+  scan.initial[1] = b.dh_final;
+  scan.final[1] = b.dh0;
+  float* const gate_channels =
+      Workspace(p, scan.chunks.count, p.plan.segments, kDirections).assign(p.workspace, &scan);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, kDirections, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(launch_outputs<true>(
+      {p, b.d_o, b.dv, scan.chunks, scan.states[1]}, limits.shared_bytes, stream));
+  const ChunkGradients work = {b, scan.chunks, scan.states[0], scan.states[1], gate_channels};
+  TIDEGATE_RETURN_IF_CUDA_ERROR(gradient_rows(p, limits.shared_bytes) == 32
+                                    ? launch_gradients<32>(work, stream)
+                                    : launch_gradients<16>(work, stream));
+  return p.gate_per_head ? sum_gate_channels(b, gate_channels, stream) : cudaSuccess;
+}
+
+}  // namespace tidegate::kernels::gla

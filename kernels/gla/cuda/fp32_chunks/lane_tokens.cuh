@@ -1,0 +1,138 @@
+#pragma once
+
+// Sixteen tokens of a channel in four neighbouring lanes, and what every kernel on float32 chunks
+// does with them: the decays between the tokens, from the sub-chunk's start and to its end.
+//
+// Lane 4 c + g of a warp has tokens 4 g to 4 g + 3 of its c-th channel. A factor that reaches past
+// the lane's own tokens is that of a token within its group of four, times the totals of groups.
+// All factors are products of decays, so at most one.
+
+#include "kernels/common/cuda/precise.cuh"
+#include "kernels/common/cuda/sequences.cuh"
+#include "kernels/gla/cuda/plain/plain_scan.cuh"
+
+namespace tidegate::kernels::gla::fp32_chunks {
+
+/// Tokens of a chunk, between which states are kept in device memory, of a sub-chunk, which a block
+/// of threads takes at a time, and of a lane.
+constexpr int kChunk = 64, kTokens = 16, kLaneTokens = 4;
+constexpr int kGroups = kTokens / kLaneTokens;
+
+/// Rows of one head in float32: row k is what the k-th step of the scan sees.
+class FloatRows {
+ public:
+  FloatRows() = default;
+  __device__ FloatRows(const HeadSeries& series, const Sequence& seq, bool backwards, int64_t head)
+      : base_(static_cast<float*>(series.data) +
+              element_offset(series, seq.batch, first_token(seq, backwards), head)),
+        stride_(backwards ? -series.stride_t : series.stride_t) {}
+
+  template <class Real>
+  __device__ Real load(int64_t k, int channel) const {
+    return base_[k * stride_ + channel];
+  }
+  __device__ void store(int64_t k, int channel, float x) const {
+    base_[k * stride_ + channel] = x;
+  }
+
+ private:
+  float* base_ = nullptr;
+  int64_t stride_ = 0;  // elements
+};
+
+using Inputs = PlainInputs<float, FloatRows>;
+
+/// A lane's place among a sub-chunk's tokens and a block's channels.
+struct LanePlace {
+  int channel, group;
+
+  __device__ LanePlace()
+      : channel(static_cast<int>(threadIdx.x) / kGroups),
+        group(static_cast<int>(threadIdx.x) % kGroups) {}
+  __device__ int token(int i) const { return group * kLaneTokens + i; }
+};
+
+/// The value of x in the lane that has another group of the same channel.
+__device__ inline float of_group(float x, int group) {
+  return __shfl_sync(~0u, x, group, kGroups);
+}
+
+/// What a lane knows of its four tokens. Tokens that do not exist have keys of zero and decays of
+/// one.
+struct LaneTokens {
+  float query[kLaneTokens], key[kLaneTokens], decay[kLaneTokens];
+
+  __device__ void set(int i, float q, const LogitGate<float>& gate) {
+    query[i] = q;
+    key[i] = gate.key;
+    decay[i] = gate.decay;
+  }
+  __device__ void clear(int i) { set(i, 0.0f, {1.0f, 0.0f}); }
+};
+
+/// The decays of a lane's tokens: within its group, and of all four groups.
+class LaneDecays {
+ public:
+  /// By all lanes of a warp.
+  __device__ explicit LaneDecays(const float (&decay)[kLaneTokens]) {
+    from_start_[0] = decay[0];
+    to_end_[kLaneTokens - 1] = 1.0f;
+    Precise<float> total = as_precise(decay[0]);
+#pragma unroll
+    for (int i = 1; i < kLaneTokens; ++i) {
+      from_start_[i] = from_start_[i - 1] * decay[i];
+      total = total * decay[i];
+      to_end_[kLaneTokens - 1 - i] = to_end_[kLaneTokens - i] * decay[kLaneTokens - i];
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      total_[g] = {of_group(total.hi, g), of_group(total.lo, g)};
+    }
+  }
+
+  /// From the group's start to token i, its own decay included; from after it to the group's end.
+  __device__ float from_start(int i) const { return from_start_[i]; }
+  __device__ float to_end(int i) const { return to_end_[i]; }
+  /// The product over all of a group.
+  __device__ float total(int group) const { return total_[group].hi; }
+
+  /// The product over the groups before this one, after it, and over all. With what roundings
+  /// leave, since states are multiplied by them again and again.
+  __device__ float before(int group) const {
+    return over([group](int g) { return g < group; });
+  }
+  __device__ float after(int group) const {
+    return over([group](int g) { return g > group; });
+  }
+  __device__ float all() const {
+    return over([](int) { return true; });
+  }
+
+ private:
+  template <class Has>
+  __device__ float over(Has has) const {
+    Precise<float> product = {1.0f, 0.0f};
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const Precise<float> next = multiply(product, total_[g]);
+      if (has(g)) product = next;
+    }
+    return product.hi + product.lo;
+  }
+
+  float from_start_[kLaneTokens], to_end_[kLaneTokens];
+  Precise<float> total_[kGroups];
+};
+
+/// Tokens of the sub-chunk that begins at step `first`, of `end` steps.
+__device__ inline int sub_chunk_tokens(int first, int end) { return min(kTokens, end - first); }
+
+/// Elements from one row to the next of tiles in shared memory that are read in fours, from eight
+/// rows at once: an odd number of fours, so that these lie in different banks.
+__host__ __device__ inline int padded_stride(int width) {
+  const int fours = (width + 3) / 4;
+  return (fours + (fours % 2 == 0 ? 1 : 0)) * 4;
+}
+__host__ __device__ inline int rounded_to_fours(int width) { return (width + 3) / 4 * 4; }
+
+}  // namespace tidegate::kernels::gla::fp32_chunks
