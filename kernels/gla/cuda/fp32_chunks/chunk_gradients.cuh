@@ -39,8 +39,8 @@ struct GradientShared {
   float* first_kept;                  // S before sub-chunks 1, 2, 3; in the end the first one's
   float *gradient, *value, *d_out;    // D; v and do, [tokens] rows
   float *factor, *total, *through;    // [tokens][channels], [channels], [channels]
-  float *before, *after;              // parts of S do and of D v
-  float *pair_parts, *pairs, *pairs_back;  // w by parts; [t][s] and [s][t]
+  float *parts;                       // of w; then of S do, and of D v
+  float *pairs, *pairs_back;          // w, [t][s] and [s][t]
 
   __host__ __device__ GradientShared(float* memory, int value_dim)
       : stride(padded_stride(value_dim)) {
@@ -56,9 +56,8 @@ struct GradientShared {
     factor = take(kTokens * kFactorStride);
     total = take(kRows);
     through = take(kRows);
-    before = take(kShares * kPartSize);
-    after = take(kShares * kPartSize);
-    pair_parts = take(kWarps * kPairSize);
+    static_assert(kPairSize <= kPartSize);
+    parts = take(kWarps * kPartSize);
     pairs = take(kPairSize);
     pairs_back = take(kPairSize);
     floats_ = memory;
@@ -196,7 +195,8 @@ class GradientTile {
         d_o_(w.params.d_o, chunk_.sequence, p_.layout.reverse, head_),
         dq_(w.params.dq, chunk_.sequence, p_.layout.reverse, head_),
         dk_(w.params.dk, chunk_.sequence, p_.layout.reverse, head_),
-        dgate_(w.params.dgate, chunk_.sequence, p_.layout.reverse, head_) {}
+        dgate_(w.params.dgate, chunk_.sequence, p_.layout.reverse, head_),
+        gamma_(inputs_.bound(min(channel(), key_dim_ - 1))) {}
 
   __device__ void run() {
     if (chunk_.exists() && chunk_.tokens > 0) {
@@ -238,39 +238,43 @@ class GradientTile {
   }
 
   /// v, or do as well, of a sub-chunk.
-  __device__ void load_values(int sub, bool with_d_out) const {
-    for (int token = warp_index(); token < kTokens; token += kWarps) {
-      const int step = first(sub) + token;
-      for (int column = lane_index(); column < width_; column += 32) {
+  template <bool kWithGradient>
+  __device__ void load_values(int sub) const {
+    constexpr int kRounds = kTokens / kWarps;
+    for (int column = lane_index(); column < width_; column += 32) {
+      float v[kRounds], d_o[kRounds];
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int token = warp_index() + i * kWarps, step = first(sub) + token;
         const bool exists = token < count(sub) && column < value_dim_;
-        const int at = token * shared_.stride + column;
-        shared_.value[at] = exists ? inputs_.value(step, column) : 0.0f;
-        if (with_d_out) shared_.d_out[at] = exists ? d_o_.load<float>(step, column) : 0.0f;
+        v[i] = exists ? inputs_.raw_value(step, column) : 0.0f;
+        d_o[i] = kWithGradient && exists ? d_o_.load<float>(step, column) : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int at = (warp_index() + i * kWarps) * shared_.stride + column;
+        shared_.value[at] = inputs_.value_of(v[i]);
+        if (kWithGradient) shared_.d_out[at] = d_o[i];
       }
     }
   }
 
-  __device__ LaneTokens load_tokens(int sub) const {
-    const LanePlace lane;
-    LaneTokens tokens;
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      tokens.clear(i);
-      if (lane.token(i) < count(sub) && channel() < key_dim_) {
-        const int step = first(sub) + lane.token(i);
-        tokens.set(i, inputs_.query(step, channel()), inputs_.gate(step, channel()));
-      }
-    }
-    return tokens;
+  __device__ RawTokens load_tokens(int sub) const {
+    RawTokens raw;
+    raw.load<true, true>(inputs_, channel() < key_dim_, channel(), count(sub),
+                         [this, sub](int token) { return first(sub) + token; });
+    return raw;
   }
 
   // ---- forward, from one sub-chunk's state to the next one's ----
 
   __device__ void advance(int sub) const {
-    load_values(sub, false);
+    RawTokens raw;
+    if (has_channel()) raw = load_tokens(sub);
+    load_values<false>(sub);
     if (has_channel()) {
       const LanePlace lane;
-      const LaneTokens tokens = load_tokens(sub);
+      const LaneTokens tokens = raw.tokens(inputs_, gamma_);
       const LaneDecays decays(tokens.decay);
       const float after = decays.after(lane.group);
 #pragma unroll
@@ -295,17 +299,16 @@ class GradientTile {
   // ---- back, with the gradient of the state ----
 
   __device__ void find_gradients(int sub) {
-    load_values(sub, true);
-    LaneTokens tokens;
-    if (has_channel()) {
-      tokens = load_tokens(sub);
-    }
+    RawTokens raw;
+    if (has_channel()) raw = load_tokens(sub);
+    load_values<true>(sub);
     __syncthreads();
-    multiply(shared_.kept(sub));
+    multiply_values();
     __syncthreads();
-    sum_pairs();
+    multiply_states(shared_.kept(sub));
     __syncthreads();
     if (has_channel()) {
+      const LaneTokens tokens = raw.tokens(inputs_, gamma_);
       const LaneDecays decays(tokens.decay);
       LaneGradients gradients = from_outside();
       descend(tokens, decays, &gradients);
@@ -322,27 +325,52 @@ class GradientTile {
     }
   }
 
-  /// Half of the warps multiply with either state, by some columns each; all of them find w.
-  __device__ void multiply(const float* state) const {
+  /// w = do v^T, by some columns a warp.
+  __device__ void multiply_values() const {
+    const ColumnShare share(width_, warp_index(), kWarps);
+    ProductPart<2> pairs;
+    pairs.add(shared_.d_out, shared_.value, shared_.stride, share.first, share.last);
+    pairs.store<kPairStride>(shared_.parts + warp_index() * kPairSize);
+  }
+
+  /// Half of the warps multiply with either state, by some columns each; then the rows of both.
+  /// The parts of w, which lie where those of the products will, are added up first.
+  __device__ void multiply_states(const float* state) const {
     const int stride = shared_.stride, warp = warp_index();
+    const float pair = sum_of_pair_parts();
     const ColumnShare share(width_, warp % Shared::kShares, Shared::kShares);
     const bool of_state = warp < Shared::kShares;
     ProductPart<kRows / 8> product;
     product.add(of_state ? shared_.d_out : shared_.value, of_state ? state : shared_.gradient,
                 stride, share.first, share.last);
-    product.store<kPartStride>((of_state ? shared_.before : shared_.after) + warp % Shared::kShares * kPartSize);
+    __syncthreads();
+    product.store<kPartStride>(shared_.parts + warp * kPartSize);
+    const int t = static_cast<int>(threadIdx.x) / kTokens;
+    const int s = static_cast<int>(threadIdx.x) % kTokens;
+    shared_.pairs[t * kPairStride + s] = pair;
+    shared_.pairs_back[s * kPairStride + t] = pair;
+    multiply_rows(state);
+  }
 
-    const ColumnShare all(width_, warp, kWarps);
-    ProductPart<2> pairs;
-    pairs.add(shared_.d_out, shared_.value, stride, all.first, all.last);
-    pairs.store<kPairStride>(shared_.pair_parts + warp * kPairSize);
+  __device__ float sum_of_pair_parts() const {
+    const int t = static_cast<int>(threadIdx.x) / kTokens;
+    const int s = static_cast<int>(threadIdx.x) % kTokens;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      sum += shared_.parts[i * kPairSize + t * kPairStride + s];
+    }
+    return sum;
+  }
 
+  /// The sums over V of S o D.
+  __device__ void multiply_rows(const float* state) const {
     const int row = static_cast<int>(threadIdx.x) / 8;
     float sum = 0;
     if (row < kRows) {
       for (int column = static_cast<int>(threadIdx.x) % 8 * 4; column < width_; column += 32) {
-        const float4 s = four(state + row * stride + column);
-        const float4 d = four(shared_.gradient + row * stride + column);
+        const float4 s = four(state + row * shared_.stride + column);
+        const float4 d = four(shared_.gradient + row * shared_.stride + column);
         sum += fmaf(s.x, d.x, s.y * d.y) + fmaf(s.z, d.z, s.w * d.w);
       }
     }
@@ -354,17 +382,6 @@ class GradientTile {
     }
   }
 
-  __device__ void sum_pairs() const {
-    const int t = static_cast<int>(threadIdx.x) / kTokens, s = static_cast<int>(threadIdx.x) % kTokens;
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
-      sum += shared_.pair_parts[i * kPairSize + t * kPairStride + s];
-    }
-    shared_.pairs[t * kPairStride + s] = sum;
-    shared_.pairs_back[s * kPairStride + t] = sum;
-  }
-
   __device__ LaneGradients from_outside() const {
     const LanePlace lane;
     LaneGradients gradients;
@@ -372,9 +389,10 @@ class GradientTile {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
       gradients.before[i] =
-          sum_of_parts<Shared::kShares>(shared_.before, lane.token(i), lane.channel);
+          sum_of_parts<Shared::kShares>(shared_.parts, lane.token(i), lane.channel);
       gradients.after[i] =
-          sum_of_parts<Shared::kShares>(shared_.after, lane.token(i), lane.channel);
+          sum_of_parts<Shared::kShares>(shared_.parts + Shared::kShares * kPartSize, lane.token(i),
+                                        lane.channel);
     }
     return gradients;
   }
@@ -483,6 +501,7 @@ class GradientTile {
   const TimeTile chunk_;
   const Inputs inputs_;
   const FloatRows d_o_, dq_, dk_, dgate_;
+  const float gamma_;  // of the lane's channel
   Sum<float, true> dgamma_;
 };
 

@@ -25,6 +25,10 @@ struct ChunkOutputs {
   HeadSeries out = {};             // o or dv
   TimeTiles chunks = {};
   const float* states = nullptr;   // [chunk index, H, K, V]: S before or D after a chunk
+  // Where the chunks are whole sequences: [N, H, K, V]; null means zero, and not asked for.
+  bool whole = false;
+  const float* initial = nullptr;
+  float* final = nullptr;
 };
 
 /// The scores of a lane's channels, summed over them: all pairs of the 16 tokens whose product this
@@ -217,26 +221,29 @@ class OutputTile {
         out_(w.out, chunk_.sequence, p_.layout.reverse, head_) {}
 
   __device__ void run() {
-    if (!chunk_.exists() || chunk_.tokens == 0) {
+    if (!chunk_.exists() || (chunk_.tokens == 0 && !w_.whole)) {
       return;
     }
-    load_state();
+    const bool has_final = w_.final != nullptr;
+    load_state(w_.whole ? w_.initial : w_.states);
     for (int first = 0; first < chunk_.tokens; first += kTokens) {
       const int count = sub_chunk_tokens(first, chunk_.tokens);
-      load_values(first, count);
       prepare(first, count);
       __syncthreads();
       multiply();
       sum_scores();
       __syncthreads();
       finish(first, count);
-      if (first + kTokens < chunk_.tokens) {
+      if (first + kTokens < chunk_.tokens || has_final) {
         update_state<8, DecayOf::kColumn>(shared_.state, shared_.state, shared_.total,
                                           shared_.value, kColumns, shared_.key, shared_.stride,
                                           kColumns, width_, static_cast<int>(threadIdx.x),
                                           kThreads);
       }
       __syncthreads();
+    }
+    if (has_final) {
+      store_state();
     }
   }
 
@@ -246,82 +253,136 @@ class OutputTile {
     return kValueGradient ? chunk_.end() - 1 - j : chunk_.first + j;
   }
 
-  /// [columns of V][K], where device memory has [K][V]: a warp has 4 rows of 8 neighbours each.
-  __device__ void load_state() const {
-    const float* from =
-        w_.states + (int64_t{index_} * p_.heads + head_) * key_dim_ * value_dim_ + first_column_;
+  // States are [columns of V][K], where device memory has [K][V]: a warp has 4 rows of 8 neighbours
+  // each.
+  template <class Visit>
+  __device__ void for_each_element(Visit visit) const {
     const int lane = lane_index();
     for (int item = warp_index(); item < width_ / 4 * (kColumns / 8); item += kWarps) {
       const int k = item / (kColumns / 8) * 4 + lane / 8, v = item % (kColumns / 8) * 8 + lane % 8;
-      shared_.state[v * shared_.stride + k] =
-          k < key_dim_ && first_column_ + v < value_dim_ ? from[int64_t{k} * value_dim_ + v] : 0.0f;
+      visit(shared_.state[v * shared_.stride + k], k < key_dim_ && first_column_ + v < value_dim_,
+            int64_t{k} * value_dim_ + v);
+    }
+  }
+  __device__ int64_t state_place() const {
+    const int64_t index = w_.whole ? chunk_.sequence.index : index_;
+    return (index * p_.heads + head_) * key_dim_ * value_dim_ + first_column_;
+  }
+  __device__ void load_state(const float* from) const {
+    for_each_element([&](float& element, bool exists, int64_t at) {
+      element = exists && from != nullptr ? from[state_place() + at] : 0.0f;
+    });
+  }
+  __device__ void store_state() const {
+    for_each_element([&](float element, bool exists, int64_t at) {
+      if (exists) w_.final[state_place() + at] = element;
+    });
+  }
+
+  static constexpr int kValues = kTokens * kColumns / kThreads;
+
+  /// Asks for this thread's values of the sub-chunk, and puts them into shared memory.
+  __device__ void load_values(int first, int count, float (&values)[kValues]) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+      const int token = at / kColumns, column = first_column_ + at % kColumns;
+      const bool exists = token < count && column < value_dim_;
+      const int at_step = step(first + token);
+      values[i] = !exists          ? 0.0f
+                  : kValueGradient ? values_.load<float>(at_step, column)
+                                   : inputs_.raw_value(at_step, column);
+    }
+  }
+  __device__ void store_values(const float (&values)[kValues]) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      shared_.value[static_cast<int>(threadIdx.x) + i * kThreads] =
+          kValueGradient ? values[i] : inputs_.value_of(values[i]);
     }
   }
 
-  __device__ void load_values(int first, int count) const {
-    for (int i = static_cast<int>(threadIdx.x); i < kTokens * kColumns; i += kThreads) {
-      const int token = i / kColumns, column = first_column_ + i % kColumns;
-      float x = 0;
-      if (token < count && column < value_dim_) {
-        x = kValueGradient ? values_.load<float>(step(first + token), column)
-                           : inputs_.value(step(first + token), column);
-      }
-      shared_.value[i] = x;
-    }
-  }
-
-  __device__ void load_tokens(int first, int count, int channel, LaneTokens* tokens) const {
+  /// A lane's tokens of a channel, as they are in memory; backwards also the gate of the token that
+  /// was there before the first.
+  struct Raw {
+    RawTokens tokens;
+    float gate_before = 0;
+  };
+  __device__ Raw load_tokens(int first, int count, int channel) const {
     const LanePlace lane;
+    const bool exists = channel < key_dim_;
+    Raw raw;
+    raw.tokens.load<true, true>(inputs_, exists, channel, count,
+                                [this, first](int token) { return step(first + token); });
+    const int j = first + lane.token(0);
+    if (kValueGradient && exists && j > 0 && lane.token(0) < count) {
+      raw.gate_before = inputs_.raw_gate(step(j) + 1, channel);
+    }
+    return raw;
+  }
+
+  /// Backwards, keys and queries change places, and a state decays by the gate of the token that it
+  /// comes from.
+  __device__ LaneTokens make_tokens(const Raw& raw, int first, int channel) const {
+    const float gamma = inputs_.bound(min(channel, key_dim_ - 1));
+    LaneTokens tokens = raw.tokens.tokens(inputs_, gamma);
+    if (!kValueGradient) {
+      return tokens;
+    }
+    const bool begins = first + LanePlace().token(0) == 0;
+    float decay = begins ? 1.0f : inputs_.gate_of(raw.gate_before, 0.0f, gamma).decay;
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
-      const int j = first + lane.token(i);
-      tokens->clear(i);
-      if (lane.token(i) >= count || channel >= key_dim_) {
-        continue;
-      }
-      const float query = inputs_.query(step(j), channel);
-      LogitGate<float> gate = inputs_.gate(step(j), channel);
-      if (!kValueGradient) {
-        tokens->set(i, query, gate);
-        continue;
-      }
-      // Backwards, a state decays by the gate of the token that it comes from.
-      const float key = gate.key;
-      gate.key = query;
-      gate.decay = j == 0 ? 1.0f : inputs_.gate(step(j) + 1, channel).decay;
-      tokens->set(i, key, gate);
+      const float next = tokens.decay[i], query = tokens.query[i];
+      tokens.decay[i] = raw.tokens.exists[i] ? decay : 1.0f;
+      decay = next;
+      tokens.query[i] = tokens.key[i];
+      tokens.key[i] = query;
     }
+    return tokens;
   }
+
+  static constexpr int kChannels = kThreads / kGroups;
 
   __device__ void prepare(int first, int count) const {
     const LanePlace lane;
     LaneScores scores;
-    constexpr int kChannels = kThreads / kGroups;
+    float values[kValues];
+    load_values(first, count, values);
+    Raw raw = load_tokens(first, count, lane.channel);
+    store_values(values);
     for (int base = 0; base < key_dim_; base += kChannels) {
       // A warp without channels has nothing to add.
       if (base + warp_index() * (32 / kGroups) >= width_) {
-        continue;
+        break;
       }
       const int channel = base + lane.channel;
-      LaneTokens tokens;
-      load_tokens(first, count, channel, &tokens);
+      const LaneTokens tokens = make_tokens(raw, first, channel);
+      if (base + kChannels < key_dim_) {
+        raw = load_tokens(first, count, channel + kChannels);
+      }
       const LaneDecays decays(tokens.decay);
       scores.add(tokens, decays, lane.group);
-      if (channel >= width_) {
-        continue;
-      }
-      const float before = decays.before(lane.group), after = decays.after(lane.group);
-#pragma unroll
-      for (int i = 0; i < kLaneTokens; ++i) {
-        const int at = lane.token(i) * shared_.stride + channel;
-        shared_.query[at] = tokens.query[i] * (decays.from_start(i) * before);
-        shared_.key[at] = tokens.key[i] * (decays.to_end(i) * after);
-      }
-      if (lane.group == 0) {
-        shared_.total[channel] = decays.all();
+      if (channel < width_) {
+        store_factors(tokens, decays, channel);
       }
     }
     scores.store(shared_.score_parts + warp_index() * LaneScores::kSize, lane.group);
+  }
+
+  __device__ void store_factors(const LaneTokens& tokens, const LaneDecays& decays,
+                                int channel) const {
+    const LanePlace lane;
+    const float before = decays.before(lane.group), after = decays.after(lane.group);
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      const int at = lane.token(i) * shared_.stride + channel;
+      shared_.query[at] = tokens.query[i] * (decays.from_start(i) * before);
+      shared_.key[at] = tokens.key[i] * (decays.to_end(i) * after);
+    }
+    if (lane.group == 0) {
+      shared_.total[channel] = decays.all();
+    }
   }
 
   /// q~ S: warps that share columns of V have some of the channels each.

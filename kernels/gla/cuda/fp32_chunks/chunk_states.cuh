@@ -62,7 +62,9 @@ class StateTile {
         head_(blockIdx.x / (w.column_tiles() * w.row_tiles()) % p_.heads),
         segment_(find_time_tile(w.segments, index_)),
         inputs_(p_, segment_.sequence, p_.layout.reverse, head_),
-        d_o_(w.d_o, segment_.sequence, p_.layout.reverse, head_) {}
+        d_o_(w.d_o, segment_.sequence, p_.layout.reverse, head_),
+        gamma_(inputs_.bound(min(first_row_ + LanePlace().channel,
+                                 static_cast<int>(p_.key_dim) - 1))) {}
 
   __device__ void run() {
     if (!segment_.exists()) {
@@ -172,26 +174,18 @@ class StateTile {
 
   /// Asks for the inputs of the sub-chunk that begins at step `first`.
   __device__ void load(int first) {
-    const LanePlace lane;
     const int count = sub_chunk_tokens(first, segment_.end());
-    const int channel = first_row_ + lane.channel;
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      tokens_.clear(i);
-      if (lane.token(i) < count && channel < p_.key_dim) {
-        const int step = first + lane.token(i);
-        tokens_.set(i, kAdjoint ? inputs_.query(step, channel) : 0.0f, inputs_.gate(step, channel));
-      }
-    }
+    const int channel = first_row_ + LanePlace().channel;
+    raw_.load<kAdjoint, !kAdjoint>(inputs_, channel < p_.key_dim, channel, count,
+                                   [first](int token) { return first + token; });
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int at = static_cast<int>(threadIdx.x) + i * kStateThreads;
-      const int token = at / kStateColumns, from = first_column_ + at % kStateColumns;
-      values_[i] = 0;
-      if (token < count && from < p_.value_dim) {
-        values_[i] = kAdjoint ? d_o_.load<float>(first + token, from)
-                              : inputs_.value(first + token, from);
-      }
+      const int token = at / kStateColumns, column = first_column_ + at % kStateColumns;
+      const bool exists = token < count && column < p_.value_dim;
+      values_[i] = !exists    ? 0.0f
+                   : kAdjoint ? d_o_.load<float>(first + token, column)
+                              : inputs_.raw_value(first + token, column);
     }
   }
 
@@ -199,13 +193,14 @@ class StateTile {
   __device__ void pass_on(int buffer) {
     StateBuffer& to = buffers_[buffer];
     const LanePlace lane;
-    const LaneDecays decays(tokens_.decay);
+    const LaneTokens tokens = raw_.tokens(inputs_, gamma_);
+    const LaneDecays decays(tokens.decay);
     const float outside = kAdjoint ? decays.before(lane.group) : decays.after(lane.group);
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
       to.factor[lane.token(i)][lane.channel] =
-          kAdjoint ? tokens_.query[i] * (decays.from_start(i) * outside)
-                   : tokens_.key[i] * (decays.to_end(i) * outside);
+          kAdjoint ? tokens.query[i] * (decays.from_start(i) * outside)
+                   : tokens.key[i] * (decays.to_end(i) * outside);
     }
     if (lane.group == 0) {
       to.total[lane.channel] = decays.all();
@@ -214,7 +209,8 @@ class StateTile {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int at = static_cast<int>(threadIdx.x) + i * kStateThreads;
-      to.value[at / kStateColumns][at % kStateColumns] = values_[i];
+      to.value[at / kStateColumns][at % kStateColumns] =
+          kAdjoint ? values_[i] : inputs_.value_of(values_[i]);
     }
   }
 
@@ -251,8 +247,9 @@ class StateTile {
   const TimeTile segment_;
   const Inputs inputs_;
   const FloatRows d_o_;
+  const float gamma_;  // of the lane's channel
   float state_[4][4];
-  LaneTokens tokens_;
+  RawTokens raw_;
   float values_[kValues];
   Precise<float> decay_ = {1.0f, 0.0f};  // of the segment, in lanes of the first group
 };

@@ -172,6 +172,15 @@ cudaError_t launch_gradients(const ChunkGradients& work, cudaStream_t stream) {
   return launch_unless_empty(kKernel, blocks, dim3(kThreads), bytes, stream, work);
 }
 
+/// Whether the forward pass takes whole sequences as its chunks: where their tiles fill the device,
+/// one launch does what the states of chunks take another for. Packed sequences may be one long one
+/// and many short ones.
+bool goes_by_sequences(const GlaParams& p, const DeviceLimits& limits) {
+  const int64_t columns = 32 * output_tiles(p, limits.shared_bytes);
+  return p.layout.offsets == nullptr &&
+         p.layout.sequences * p.heads * ceil_div(p.value_dim, columns) >= limits.multiprocessors;
+}
+
 bool is_for_chunks(const GlaParams& p) {
   return p.q.dtype == DType::kFloat32 && p.layout.time > kMostUnpaddedTokens;
 }
@@ -201,7 +210,15 @@ cudaError_t fp32_backward_fits(const GlaBackwardParams& b, bool* fits) {
   return cudaSuccess;
 }
 
-cudaError_t fp32_forward_plan(const GlaParams& p, GlaPlan* plan) { return plan_chunks(p, 1, plan); }
+cudaError_t fp32_forward_plan(const GlaParams& p, GlaPlan* plan) {
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  if (goes_by_sequences(p, limits)) {
+    *plan = {.path = GlaPath::kFp32Chunks};
+    return cudaSuccess;
+  }
+  return plan_chunks(p, 1, plan);
+}
 cudaError_t fp32_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
   return plan_chunks(b.forward, kDirections, plan);
 }
@@ -209,6 +226,16 @@ cudaError_t fp32_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
 cudaError_t fp32_forward(const GlaParams& p, cudaStream_t stream) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
+  if (p.plan.partials == 0) {  // without states of chunks
+    return launch_outputs<false>({.params = p,
+                                  .values = p.v,
+                                  .out = p.o,
+                                  .chunks = time_tiles(p.layout, p.layout.time + 1),
+                                  .whole = true,
+                                  .initial = static_cast<const float*>(p.h0),
+                                  .final = static_cast<float*>(p.h_final)},
+                                 limits.shared_bytes, stream);
+  }
   StateScan scan;
   scan.params = p;
   scan.chunks = time_tiles(p.layout, kChunk);

@@ -57,17 +57,44 @@ __device__ inline float of_group(float x, int group) {
   return __shfl_sync(~0u, x, group, kGroups);
 }
 
-/// What a lane knows of its four tokens. Tokens that do not exist have keys of zero and decays of
-/// one.
+/// What a lane knows of its four tokens. Tokens that do not exist have queries and keys of zero and
+/// decays of one.
 struct LaneTokens {
   float query[kLaneTokens], key[kLaneTokens], decay[kLaneTokens];
+};
 
-  __device__ void set(int i, float q, const LogitGate<float>& gate) {
-    query[i] = q;
-    key[i] = gate.key;
-    decay[i] = gate.decay;
+/// What a lane's tokens have in memory. It is asked for all at once, before anything is made of it:
+/// a load takes longer than all else that is done with what it brings.
+struct RawTokens {
+  float query[kLaneTokens], key[kLaneTokens], gate[kLaneTokens];
+  bool exists[kLaneTokens];
+
+  /// Of a channel; step_of(i) is the step of token i of the sub-chunk, which has `count`.
+  template <bool kQueries, bool kKeys, class StepOf>
+  __device__ void load(const Inputs& inputs, bool has_channel, int channel, int count,
+                       StepOf step_of) {
+    const LanePlace lane;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      exists[i] = has_channel && lane.token(i) < count;
+      const int64_t step = step_of(lane.token(i));
+      query[i] = kQueries && exists[i] ? inputs.raw_query(step, channel) : 0.0f;
+      key[i] = kKeys && exists[i] ? inputs.raw_key(step, channel) : 0.0f;
+      gate[i] = exists[i] ? inputs.raw_gate(step, channel) : 0.0f;
+    }
   }
-  __device__ void clear(int i) { set(i, 0.0f, {1.0f, 0.0f}); }
+
+  __device__ LaneTokens tokens(const Inputs& inputs, float gamma) const {
+    LaneTokens made;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      const LogitGate<float> both = inputs.gate_of(gate[i], key[i], gamma);
+      made.query[i] = exists[i] ? inputs.query_of(query[i]) : 0.0f;
+      made.key[i] = exists[i] ? both.key : 0.0f;
+      made.decay[i] = exists[i] ? both.decay : 1.0f;
+    }
+    return made;
+  }
 };
 
 /// The decays of a lane's tokens: within its group, and of all four groups.

@@ -13,8 +13,9 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / 32; 
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ inline float4 four(const float* from) { return *reinterpret_cast<const float4*>(from); }
 
-/// Elements from one token to the next in a part of a product.
-constexpr int kPartStride = 40;
+/// Elements from one token to the next in a part of a product: four tokens that are four apart lie in
+/// different banks, eight neighbouring rows of each.
+constexpr int kPartStride = 34;
 constexpr int kPartSize = kTokens * kPartStride;
 
 /// A part of [16 tokens][8 kEights rows], the sums over some of the columns, in a warp's registers:
@@ -93,8 +94,8 @@ __device__ inline void update_state(const float* before, float* after, const flo
                                     const float* x, int x_stride, const float* y, int stride,
                                     int rows, int width, int thread, int threads) {
   const int fours = width / 4;
-  for (int item = thread; item < rows / kRows * fours; item += threads) {
-    const int row = item / fours * kRows, column = item % fours * 4;
+  const int rows_on = threads / fours * kRows, columns_on = threads % fours * 4;
+  for (int row = thread / fours * kRows, column = thread % fours * 4; row < rows;) {
     float4 s[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -127,6 +128,12 @@ __device__ inline void update_state(const float* before, float* after, const flo
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       *reinterpret_cast<float4*>(after + (row + i) * stride + column) = s[i];
+    }
+    row += rows_on;
+    column += columns_on;
+    if (column >= width) {
+      column -= width;
+      row += kRows;
     }
   }
 }

@@ -35,15 +35,22 @@ class PlainInputs {
   }
   /// Times the scale.
   __device__ Real query(int64_t step, int channel) const {
-    return Real(p_.scale) * activate<Math>(p_.q_activation, raw_query(step, channel));
+    return query_of(raw_query(step, channel));
+  }
+  __device__ Real query_of(Real raw) const {
+    return Real(p_.scale) * activate<Math>(p_.q_activation, raw);
   }
 
+  /// Zero where a logit makes the key.
+  __device__ Real raw_key(int64_t step, int channel) const {
+    return p_.gate_kind == GateKind::kLogit ? Real(0) : k_.template load<Real>(step, channel);
+  }
   __device__ LogitGate<Real> gate(int64_t step, int channel) const {
-    if (p_.gate_kind == GateKind::kLogit) {
-      const Real gamma = bound(channel);
-      return logit_gate<Math>(raw_gate(step, channel), gamma, Real(1) - gamma);
-    }
-    return {precise_decay(raw_gate(step, channel)), k_.template load<Real>(step, channel)};
+    return gate_of(raw_gate(step, channel), raw_key(step, channel), bound(channel));
+  }
+  __device__ LogitGate<Real> gate_of(Real raw, Real raw_key, Real gamma) const {
+    return p_.gate_kind == GateKind::kLogit ? logit_gate<Math>(raw, gamma, Real(1) - gamma)
+                                            : LogitGate<Real>{precise_decay(raw), raw_key};
   }
   __device__ Real raw_gate(int64_t step, int channel) const {
     return gate_.template load<Real>(step, p_.gate_per_head ? 0 : channel);
@@ -54,8 +61,9 @@ class PlainInputs {
     return v_.template load<Real>(step, column);
   }
   __device__ Real value(int64_t step, int column) const {
-    return activate<Math>(p_.v_activation, raw_value(step, column));
+    return value_of(raw_value(step, column));
   }
+  __device__ Real value_of(Real raw) const { return activate<Math>(p_.v_activation, raw); }
 
  private:
   const GlaParams& p_;
