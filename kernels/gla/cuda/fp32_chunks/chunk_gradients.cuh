@@ -16,12 +16,14 @@
 // they are): nothing is divided by a decay, and dlog f is no difference of long sums.
 
 #include "kernels/common/cuda/warp.cuh"
+#include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 #include "kernels/gla/cuda/fp32_chunks/tile_products.cuh"
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
 struct ChunkGradients {
   GlaBackwardParams params = {};
+  ChunkFactors factors = {};
   TimeTiles chunks = {};
   const float* states = nullptr;     // [chunk index, H, K, V]: S before a chunk
   const float* gradients = nullptr;  // D after it
@@ -33,7 +35,7 @@ constexpr int kPairStride = kTokens + 4, kPairSize = kTokens * kPairStride;
 /// A block's shared memory, in floats. kRows: channels.
 template <int kRows>
 struct GradientShared {
-  static constexpr int kFactorStride = kRows + 4, kShares = kWarps / 2;
+  static constexpr int kShares = kWarps / 2;
   static constexpr int kKeptStates = kChunk / kTokens - 1;
   int stride;                         // of rows of V columns
   float* first_kept;                  // S before sub-chunks 1, 2, 3; in the end the first one's
@@ -53,7 +55,7 @@ struct GradientShared {
     gradient = take(kRows * stride);
     value = take(kTokens * stride);
     d_out = take(kTokens * stride);
-    factor = take(kTokens * kFactorStride);
+    factor = take(kTokens * kRows);
     total = take(kRows);
     through = take(kRows);
     static_assert(kPairSize <= kPartSize);
@@ -261,7 +263,7 @@ class GradientTile {
 
   __device__ RawTokens load_tokens(int sub) const {
     RawTokens raw;
-    raw.load<true, true>(inputs_, channel() < key_dim_, channel(), count(sub),
+    raw.load(inputs_, channel() < key_dim_, channel(), count(sub),
                          [this, sub](int token) { return first(sub) + token; });
     return raw;
   }
@@ -269,31 +271,28 @@ class GradientTile {
   // ---- forward, from one sub-chunk's state to the next one's ----
 
   __device__ void advance(int sub) const {
-    RawTokens raw;
-    if (has_channel()) raw = load_tokens(sub);
+    load_factors(sub, &SubChunkFactors::key);
     load_values<false>(sub);
-    if (has_channel()) {
-      const LanePlace lane;
-      const LaneTokens tokens = raw.tokens(inputs_, gamma_);
-      const LaneDecays decays(tokens.decay);
-      const float after = decays.after(lane.group);
-#pragma unroll
-      for (int i = 0; i < kLaneTokens; ++i) {
-        factor(i) = tokens.key[i] * (decays.to_end(i) * after);
-      }
-      if (lane.group == 0) shared_.total[lane.channel] = decays.all();
-    }
     __syncthreads();
     update_state<4, DecayOf::kRow>(shared_.kept(sub), shared_.kept(sub + 1), shared_.total,
-                                   shared_.factor, Shared::kFactorStride, shared_.value,
-                                   shared_.stride, kRows, width_, static_cast<int>(threadIdx.x),
-                                   kThreads);
+                                   shared_.factor, kRows, shared_.value, shared_.stride, kRows,
+                                   width_, static_cast<int>(threadIdx.x), kThreads);
     __syncthreads();
   }
 
-  __device__ float& factor(int i) const {
-    const LanePlace lane;
-    return shared_.factor[lane.token(i) * Shared::kFactorStride + lane.channel];
+  /// k~ or q~ of the tile's channels, and the total decays.
+  __device__ void load_factors(int sub, const float* SubChunkFactors::* which) const {
+    const SubChunkFactors from = w_.factors.of(index_, sub, head_);
+    const int width = w_.factors.width, fours = kRows / 4;
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread < kTokens * fours) {
+      const int row = first_row_ + thread % fours * 4;
+      *reinterpret_cast<float4*>(shared_.factor + thread * 4) =
+          row < width ? four(from.*which + thread / fours * width + row) : float4{};
+    }
+    if (thread < kRows) {
+      shared_.total[thread] = first_row_ + thread < width ? from.total[first_row_ + thread] : 1.0f;
+    }
   }
 
   // ---- back, with the gradient of the state ----
@@ -301,6 +300,7 @@ class GradientTile {
   __device__ void find_gradients(int sub) {
     RawTokens raw;
     if (has_channel()) raw = load_tokens(sub);
+    load_factors(sub, &SubChunkFactors::query);
     load_values<true>(sub);
     __syncthreads();
     multiply_values();
@@ -308,20 +308,26 @@ class GradientTile {
     multiply_states(shared_.kept(sub));
     __syncthreads();
     if (has_channel()) {
-      const LaneTokens tokens = raw.tokens(inputs_, gamma_);
+      const LaneTokens tokens = raw.tokens(inputs_, p_.gate_kind == GateKind::kLogit, gamma_);
       const LaneDecays decays(tokens.decay);
       LaneGradients gradients = from_outside();
       descend(tokens, decays, &gradients);
       store_results(sub, tokens, gradients);
-      pass_on(tokens, decays);
     }
-    __syncthreads();
     if (sub > 0) {
-      update_state<4, DecayOf::kRow>(shared_.gradient, shared_.gradient, shared_.total,
-                                     shared_.factor, Shared::kFactorStride, shared_.d_out,
-                                     shared_.stride, kRows, width_, static_cast<int>(threadIdx.x),
-                                     kThreads);
+      take_up();
       __syncthreads();
+    }
+  }
+
+  /// The next D: by the threads that have no channels to descend with, where there are as many.
+  __device__ void take_up() const {
+    const int others = kThreads - kRows * kGroups;
+    const int thread = static_cast<int>(threadIdx.x) - kRows * kGroups;
+    if (thread >= 0) {
+      update_state<4, DecayOf::kRow>(shared_.gradient, shared_.gradient, shared_.total,
+                                     shared_.factor, kRows, shared_.d_out, shared_.stride, kRows,
+                                     width_, thread, others);
     }
   }
 
@@ -402,7 +408,7 @@ class GradientTile {
     const int group = LanePlace().group;
     // Halves of 8: the first and the last group's factors pass the group between.
     const bool first_half = group < 2;
-    const float past = group == 0 ? decays.total(1) : group == 3 ? decays.total(2) : 1.0f;
+    const float past = decays.to_middle(group);
     float factors[kLaneTokens], to_middle[kLaneTokens];
     const bool even = group % 2 == 0;
 #pragma unroll
@@ -412,31 +418,12 @@ class GradientTile {
       to_middle[i] = (first_half ? key : query) * past;
       factors[i] = even ? key : query;
     }
-    const float other_half =
-        first_half ? decays.total(2) * decays.total(3) : decays.total(0) * decays.total(1);
     gradients->descend<2>(first_half, first_half ? shared_.pairs_back : shared_.pairs, to_middle,
-                          other_half, group, first_half ? 2 : 0);
+                          decays.other_half(group), group, first_half ? 2 : 0);
     gradients->descend<1>(even, even ? shared_.pairs_back : shared_.pairs, factors,
-                          of_beside(decays, group), group, group ^ 1);
+                          decays.beside(group), group, group ^ 1);
     gradients->add_outside(tokens);
     gradients->add_pairs(tokens, shared_.pairs, group);
-  }
-  static __device__ float of_beside(const LaneDecays& decays, int group) {
-    return group == 0   ? decays.total(1)
-           : group == 1 ? decays.total(0)
-           : group == 2 ? decays.total(3)
-                        : decays.total(2);
-  }
-
-  /// Queries with their decays from the start, for D.
-  __device__ void pass_on(const LaneTokens& tokens, const LaneDecays& decays) const {
-    const LanePlace lane;
-    const float before = decays.before(lane.group);
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      factor(i) = tokens.query[i] * (decays.from_start(i) * before);
-    }
-    if (lane.group == 0) shared_.total[lane.channel] = decays.all();
   }
 
   // ---- results ----

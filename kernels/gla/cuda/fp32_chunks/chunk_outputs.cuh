@@ -1,164 +1,51 @@
 #pragma once
 
-// o of every chunk from the state before it; and dv, which is the same scan backwards with other
-// names: keys for queries and queries for keys, do for v, D for S.
+// o of every chunk from S before it; and dv from D after it, which is the same backwards:
 //
-// A block of threads has a chunk of one head and a tile of 32 or 64 columns of V. It holds their
-// states, transposed, and takes 16 tokens at a time:
+//   o  = q~ S + sum over s <= t of scores(t, s) v_s       S = total S + k~^T v
+//   dv = k~ D + sum over t >= s of scores(t, s) do_t      D = total D + q~^T do
 //
-//   prepare    lanes of four tokens (lane_tokens.cuh): q~ and k~, with the decays from the
-//              sub-chunk's start and to its end, and the scores of pairs of tokens
+// A block of threads has a chunk of one head, or a whole sequence, and a tile of 32 or 64 columns of
+// V. It holds their states, transposed, and takes a sub-chunk of 16 tokens at a time, whose factors
+// and values have been copied to shared memory during the one before:
+//
 //   multiply   q~ S, in parts that warps make of some channels each
-//   finish     o = the sum of the parts + scores v, pairs s <= t alone; S = total S + k~^T v
-//
-// Scores, between token s and a later t, are dyadic: pairs of a lane's four tokens multiply their
-// decays up; those of neighbouring groups of four, and of halves of eight, are products of factors
-// with the decays to and from the boundary between them.
+//   finish     the sum of the parts, scores times values, the next state
 
+#include "kernels/common/cuda/shared_memory.cuh"
+#include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 #include "kernels/gla/cuda/fp32_chunks/tile_products.cuh"
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
 struct ChunkOutputs {
   GlaParams params = {};
-  HeadSeries values = {};          // v or do
-  HeadSeries out = {};             // o or dv
+  HeadSeries values = {};         // v or do
+  HeadSeries out = {};            // o or dv
+  ChunkFactors factors = {};
   TimeTiles chunks = {};
-  const float* states = nullptr;   // [chunk index, H, K, V]: S before or D after a chunk
-  // Where the chunks are whole sequences: [N, H, K, V]; null means zero, and not asked for.
+  TimeTiles blocks = {};          // what a block of threads takes: chunks, or whole sequences
+  const float* states = nullptr;  // of chunks: [chunk index, H, K, V], S before or D after them
+  // Of whole sequences: [N, H, K, V]; null means zero, and not asked for. `kept` gets D after every
+  // chunk: [chunk index, H, K, V].
   bool whole = false;
   const float* initial = nullptr;
-  float* final = nullptr;
+  float *final = nullptr, *kept = nullptr;
 };
 
-/// The scores of a lane's channels, summed over them: all pairs of the 16 tokens whose product this
-/// lane makes.
-struct LaneScores {
-  // Pairs t >= s of its own four tokens, t by t; 2 x 4 pairs of the group of four beside it with its
-  // own; 4 x 4 pairs of a group of the other half with its own.
-  static constexpr int kOwn = 10, kFours = 8, kEights = 16, kAll = kOwn + kFours + kEights;
-  float sums[kAll] = {};
+/// A sub-chunk in shared memory: rows of K channels, `stride` apart, but for scores and values.
+struct OutputStage {
+  float *query, *key, *total, *scores, *value;
 
-  /// Which group of the other half this lane makes pairs with: 3, 2, 0, 1.
-  static __device__ int other_half(int group) { return group < 2 ? 3 - group : group - 2; }
+  __host__ __device__ OutputStage(float* memory, int stride)
+      : query(memory),
+        key(query + kTokens * stride),
+        total(key + kTokens * stride),
+        scores(total + stride),
+        value(scores + kTokens * kTokens) {}
 
-  /// By all lanes of a warp: query and key with the decays within the group, and next to it.
-  __device__ void add(const LaneTokens& tokens, const LaneDecays& decays, int group) {
-    add_own(tokens);
-    float query[kLaneTokens], key[kLaneTokens];
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      query[i] = tokens.query[i] * decays.from_start(i);
-      key[i] = tokens.key[i] * decays.to_end(i);
-    }
-    add_fours(query, key, group);
-    // To and from the middle: past the group between, for the first and the last.
-    const float past = group == 0 ? decays.total(1) : group == 3 ? decays.total(2) : 1.0f;
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      query[i] *= past;
-      key[i] *= past;
-    }
-    add_eights(query, key, group);
-  }
-
-  /// Adds up over the lanes of a warp that have the same group, and stores [s][t] of their pairs.
-  __device__ void store(float* part, int group) {
-#pragma unroll
-    for (int i = 0; i < kAll; ++i) {
-      for (int distance = kGroups; distance < 32; distance *= 2) {
-        sums[i] += __shfl_xor_sync(~0u, sums[i], distance);
-      }
-    }
-    if (lane_index() >= kGroups) {
-      return;
-    }
-    int at = 0;
-    const int own = group * kLaneTokens, beside = group / 2 * 8;
-#pragma unroll
-    for (int t = 0; t < kLaneTokens; ++t) {
-#pragma unroll
-      for (int s = 0; s <= t; ++s) {
-        part[(own + s) * kStride + own + t] = sums[at++];
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-#pragma unroll
-      for (int s = 0; s < kLaneTokens; ++s) {
-        part[(beside + s) * kStride + beside + 4 + group % 2 * 2 + t] = sums[at++];
-      }
-    }
-    const int other = other_half(group) * kLaneTokens;
-    const int later = group < 2 ? other : own, earlier = group < 2 ? own : other;
-#pragma unroll
-    for (int t = 0; t < kLaneTokens; ++t) {
-#pragma unroll
-      for (int s = 0; s < kLaneTokens; ++s) {
-        part[(earlier + s) * kStride + later + t] = sums[at++];
-      }
-    }
-  }
-
-  static constexpr int kStride = kTokens + 4, kSize = kTokens * kStride;
-
- private:
-  __device__ void add_own(const LaneTokens& tokens) {
-    int at = 0;
-#pragma unroll
-    for (int t = 0; t < kLaneTokens; ++t) {
-#pragma unroll
-      for (int s = 0; s <= t; ++s) {
-        float decay = 1.0f;
-#pragma unroll
-        for (int u = s + 1; u <= t; ++u) {
-          decay *= tokens.decay[u];
-        }
-        sums[at] = fmaf(tokens.query[t], tokens.key[s] * decay, sums[at]);
-        ++at;
-      }
-    }
-  }
-
-  /// The lane of the earlier group makes the pairs of the later one's first two tokens, the lane of
-  /// the later group those of its last two.
-  __device__ void add_fours(const float (&query)[kLaneTokens], const float (&key)[kLaneTokens],
-                            int group) {
-    const bool earlier = group % 2 == 0;
-    float other[kLaneTokens];
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      other[i] = __shfl_xor_sync(~0u, earlier ? key[i] : query[i], 1);
-    }
-    int at = kOwn;
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const float q = earlier ? other[t] : query[2 + t];
-#pragma unroll
-      for (int s = 0; s < kLaneTokens; ++s) {
-        sums[at] = fmaf(q, earlier ? key[s] : other[s], sums[at]);
-        ++at;
-      }
-    }
-  }
-
-  __device__ void add_eights(const float (&query)[kLaneTokens], const float (&key)[kLaneTokens],
-                             int group) {
-    const bool earlier = group < 2;
-    float other[kLaneTokens];
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      other[i] = of_group(earlier ? key[i] : query[i], other_half(group));
-    }
-    int at = kOwn + kFours;
-#pragma unroll
-    for (int t = 0; t < kLaneTokens; ++t) {
-#pragma unroll
-      for (int s = 0; s < kLaneTokens; ++s) {
-        sums[at] = fmaf(earlier ? other[t] : query[t], earlier ? key[s] : other[s], sums[at]);
-        ++at;
-      }
-    }
+  __host__ __device__ static int floats(int stride, int columns) {
+    return (2 * kTokens + 1) * stride + kTokens * (kTokens + columns);
   }
 };
 
@@ -166,39 +53,29 @@ struct LaneScores {
 template <int kTiles>
 struct OutputShared {
   static constexpr int kColumns = 32 * kTiles, kShares = kWarps / kTiles;
-  int stride;                        // of rows of K channels
-  float *state, *query, *key;        // [columns], [tokens], [tokens] rows of K
-  float *total, *value;              // [K]; [tokens][columns]
-  float *parts, *score_parts, *scores;  // of q~ S; of the scores, a warp each; [s][t]
+  int stride;            // of rows of K channels
+  float *state, *parts;  // [columns] rows of K; of the product, a warp each
+  float* stages;         // two
 
-  __host__ __device__ OutputShared(float* memory, int key_dim) : stride(padded_stride(key_dim)) {
-    const auto take = [&memory](int count) {
-      float* part = memory;
-      memory += count;
-      return part;
-    };
-    state = take(kColumns * stride);
-    query = take(kTokens * stride);
-    key = take(kTokens * stride);
-    total = take(stride);
-    value = take(kTokens * kColumns);
-    parts = take(kWarps * kPartSize);
-    score_parts = take(kWarps * LaneScores::kSize);
-    scores = take(LaneScores::kSize);
-    floats_ = memory;
+  __host__ __device__ OutputShared(float* memory, int key_dim)
+      : stride(padded_stride(key_dim)),
+        state(memory),
+        parts(state + kColumns * stride),
+        stages(parts + kWarps * kPartSize) {}
+
+  __device__ OutputStage stage(int i) const {
+    return {stages + i * OutputStage::floats(stride, kColumns), stride};
   }
 
   static int bytes(int key_dim) {
-    float* const none = nullptr;
-    return static_cast<int>((OutputShared(none, key_dim).floats_ - none) * sizeof(float));
+    const int stride = padded_stride(key_dim);
+    return (kColumns * stride + kWarps * kPartSize + 2 * OutputStage::floats(stride, kColumns)) *
+           static_cast<int>(sizeof(float));
   }
-
- private:
-  float* floats_;
 };
 
-/// A block's work. kValueGradient: dv.
-template <int kTiles, bool kValueGradient>
+/// A block's work. kAdjoint: dv.
+template <int kTiles, bool kAdjoint>
 class OutputTile {
  public:
   using Shared = OutputShared<kTiles>;
@@ -210,51 +87,53 @@ class OutputTile {
         shared_(memory, static_cast<int>(p_.key_dim)),
         key_dim_(static_cast<int>(p_.key_dim)),
         value_dim_(static_cast<int>(p_.value_dim)),
-        width_(rounded_to_fours(key_dim_)),
+        width_(w.factors.width),
         tiles_((value_dim_ + kColumns - 1) / kColumns),
         first_column_(static_cast<int>(blockIdx.x) % tiles_ * kColumns),
         index_(static_cast<int>(blockIdx.x / tiles_ / p_.heads)),
         head_(blockIdx.x / tiles_ % p_.heads),
-        chunk_(find_time_tile(w.chunks, index_)),
-        inputs_(p_, chunk_.sequence, p_.layout.reverse, head_),
-        values_(w.values, chunk_.sequence, p_.layout.reverse, head_),
-        out_(w.out, chunk_.sequence, p_.layout.reverse, head_) {}
+        block_(find_time_tile(w.blocks, index_)),
+        first_chunk_(w.whole ? first_tile_index(w.chunks, static_cast<int>(block_.sequence.index))
+                             : index_),
+        inputs_(p_, block_.sequence, p_.layout.reverse, head_),
+        values_(w.values, block_.sequence, p_.layout.reverse, head_),
+        out_(w.out, block_.sequence, p_.layout.reverse, head_) {}
 
   __device__ void run() {
-    if (!chunk_.exists() || (chunk_.tokens == 0 && !w_.whole)) {
+    if (!block_.exists() || (block_.tokens == 0 && !w_.whole)) {
       return;
     }
-    const bool has_final = w_.final != nullptr;
+    const int subs = (block_.tokens + kTokens - 1) / kTokens;
     load_state(w_.whole ? w_.initial : w_.states);
-    for (int first = 0; first < chunk_.tokens; first += kTokens) {
-      const int count = sub_chunk_tokens(first, chunk_.tokens);
-      prepare(first, count);
+    if (subs > 0) copy(place(0, subs), 0);
+    for (int i = 0; i < subs; ++i) {
+      const int sub = place(i, subs), stage = i % 2;
+      wait_for_copies(stage);
       __syncthreads();
-      multiply();
-      sum_scores();
-      __syncthreads();
-      finish(first, count);
-      if (first + kTokens < chunk_.tokens || has_final) {
-        update_state<8, DecayOf::kColumn>(shared_.state, shared_.state, shared_.total,
-                                          shared_.value, kColumns, shared_.key, shared_.stride,
-                                          kColumns, width_, static_cast<int>(threadIdx.x),
-                                          kThreads);
+      if (kAdjoint && w_.kept != nullptr && (i == 0 || sub % kSubChunks == kSubChunks - 1)) {
+        store_state(w_.kept, first_chunk_ + sub / kSubChunks);
       }
+      if (i + 1 < subs) copy(place(i + 1, subs), 1 - stage);
+      multiply(stage);
       __syncthreads();
+      finish(sub, stage);
+      if (i + 1 < subs || w_.final != nullptr) take_up(stage);
     }
-    if (has_final) {
-      store_state();
+    if (w_.final != nullptr) {
+      __syncthreads();
+      store_state(w_.final, block_.sequence.index);
     }
   }
 
  private:
-  /// The step of the scan that is the j-th one here.
-  __device__ int step(int j) const {
-    return kValueGradient ? chunk_.end() - 1 - j : chunk_.first + j;
-  }
+  /// The i-th sub-chunk in this direction's order.
+  __device__ int place(int i, int subs) const { return kAdjoint ? subs - 1 - i : i; }
+  __device__ int step(int sub) const { return block_.first + sub * kTokens; }
+  __device__ int count(int sub) const { return sub_chunk_tokens(step(sub), block_.end()); }
 
-  // States are [columns of V][K], where device memory has [K][V]: a warp has 4 rows of 8 neighbours
-  // each.
+  // ---- states: [columns of V][K], where device memory has [.., H, K, V] ----
+
+  /// A warp has 4 rows of 8 neighbours each.
   template <class Visit>
   __device__ void for_each_element(Visit visit) const {
     const int lane = lane_index();
@@ -264,168 +143,117 @@ class OutputTile {
             int64_t{k} * value_dim_ + v);
     }
   }
-  __device__ int64_t state_place() const {
-    const int64_t index = w_.whole ? chunk_.sequence.index : index_;
+  __device__ int64_t state_place(int64_t index) const {
     return (index * p_.heads + head_) * key_dim_ * value_dim_ + first_column_;
   }
   __device__ void load_state(const float* from) const {
+    const int64_t first = state_place(w_.whole ? block_.sequence.index : index_);
     for_each_element([&](float& element, bool exists, int64_t at) {
-      element = exists && from != nullptr ? from[state_place() + at] : 0.0f;
+      element = exists && from != nullptr ? from[first + at] : 0.0f;
     });
   }
-  __device__ void store_state() const {
+  __device__ void store_state(float* to, int64_t index) const {
+    const int64_t first = state_place(index);
     for_each_element([&](float element, bool exists, int64_t at) {
-      if (exists) w_.final[state_place() + at] = element;
+      if (exists) to[first + at] = element;
     });
+  }
+
+  // ---- a sub-chunk's copies to shared memory ----
+
+  __device__ void copy(int sub, int stage) const {
+    const OutputStage to = shared_.stage(stage);
+    const SubChunkFactors from =
+        w_.factors.of(first_chunk_ + sub / kSubChunks, sub % kSubChunks, head_);
+    const auto thread = static_cast<int>(threadIdx.x);
+    // Rows lie one after another: those of q~ and of k~.
+    const int fours = width_ / 4;
+    int token = thread / fours, column = thread % fours;
+    const int tokens_on = kThreads / fours, columns_on = kThreads % fours;
+    while (token < 2 * kTokens) {
+      float* const row = token < kTokens ? to.query : to.key;
+      copy_async<16>(row + token % kTokens * shared_.stride + column * 4,
+                     from.query + (token * fours + column) * 4);
+      token += tokens_on;
+      column += columns_on;
+      if (column >= fours) {
+        column -= fours;
+        ++token;
+      }
+    }
+    for (int i = thread; i < fours; i += kThreads) {
+      copy_async<16>(to.total + i * 4, from.total + i * 4);
+    }
+    if (thread < kTokens * kTokens / 4) {
+      copy_async<16>(to.scores + thread * 4, from.scores + thread * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (value_exists(i, sub)) {
+        copy_async<4>(to.value + value_at(i), value_address(i, sub));
+      } else {
+        to.value[value_at(i)] = 0;
+      }
+    }
+    commit_copies();
   }
 
   static constexpr int kValues = kTokens * kColumns / kThreads;
+  __device__ int value_at(int i) const { return static_cast<int>(threadIdx.x) + i * kThreads; }
+  __device__ bool value_exists(int i, int sub) const {
+    return value_at(i) / kColumns < count(sub) && first_column_ + value_at(i) % kColumns < value_dim_;
+  }
+  __device__ const float* value_address(int i, int sub) const {
+    return values_.at(step(sub) + value_at(i) / kColumns, first_column_ + value_at(i) % kColumns);
+  }
 
-  /// Asks for this thread's values of the sub-chunk, and puts them into shared memory.
-  __device__ void load_values(int first, int count, float (&values)[kValues]) const {
+  /// Waits for this thread's copies, and activates its values.
+  __device__ void wait_for_copies(int stage) const {
+    kernels::wait_for_copies<0>();
+    if (!kAdjoint && p_.v_activation != InputActivation::kNone) {
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
-      const int token = at / kColumns, column = first_column_ + at % kColumns;
-      const bool exists = token < count && column < value_dim_;
-      const int at_step = step(first + token);
-      values[i] = !exists          ? 0.0f
-                  : kValueGradient ? values_.load<float>(at_step, column)
-                                   : inputs_.raw_value(at_step, column);
-    }
-  }
-  __device__ void store_values(const float (&values)[kValues]) const {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      shared_.value[static_cast<int>(threadIdx.x) + i * kThreads] =
-          kValueGradient ? values[i] : inputs_.value_of(values[i]);
-    }
-  }
-
-  /// A lane's tokens of a channel, as they are in memory; backwards also the gate of the token that
-  /// was there before the first.
-  struct Raw {
-    RawTokens tokens;
-    float gate_before = 0;
-  };
-  __device__ Raw load_tokens(int first, int count, int channel) const {
-    const LanePlace lane;
-    const bool exists = channel < key_dim_;
-    Raw raw;
-    raw.tokens.load<true, true>(inputs_, exists, channel, count,
-                                [this, first](int token) { return step(first + token); });
-    const int j = first + lane.token(0);
-    if (kValueGradient && exists && j > 0 && lane.token(0) < count) {
-      raw.gate_before = inputs_.raw_gate(step(j) + 1, channel);
-    }
-    return raw;
-  }
-
-  /// Backwards, keys and queries change places, and a state decays by the gate of the token that it
-  /// comes from.
-  __device__ LaneTokens make_tokens(const Raw& raw, int first, int channel) const {
-    const float gamma = inputs_.bound(min(channel, key_dim_ - 1));
-    LaneTokens tokens = raw.tokens.tokens(inputs_, gamma);
-    if (!kValueGradient) {
-      return tokens;
-    }
-    const bool begins = first + LanePlace().token(0) == 0;
-    float decay = begins ? 1.0f : inputs_.gate_of(raw.gate_before, 0.0f, gamma).decay;
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      const float next = tokens.decay[i], query = tokens.query[i];
-      tokens.decay[i] = raw.tokens.exists[i] ? decay : 1.0f;
-      decay = next;
-      tokens.query[i] = tokens.key[i];
-      tokens.key[i] = query;
-    }
-    return tokens;
-  }
-
-  static constexpr int kChannels = kThreads / kGroups;
-
-  __device__ void prepare(int first, int count) const {
-    const LanePlace lane;
-    LaneScores scores;
-    float values[kValues];
-    load_values(first, count, values);
-    Raw raw = load_tokens(first, count, lane.channel);
-    store_values(values);
-    for (int base = 0; base < key_dim_; base += kChannels) {
-      // A warp without channels has nothing to add.
-      if (base + warp_index() * (32 / kGroups) >= width_) {
-        break;
-      }
-      const int channel = base + lane.channel;
-      const LaneTokens tokens = make_tokens(raw, first, channel);
-      if (base + kChannels < key_dim_) {
-        raw = load_tokens(first, count, channel + kChannels);
-      }
-      const LaneDecays decays(tokens.decay);
-      scores.add(tokens, decays, lane.group);
-      if (channel < width_) {
-        store_factors(tokens, decays, channel);
+      for (int i = 0; i < kValues; ++i) {
+        // What does not exist meets keys and scores of zero alone.
+        float& v = shared_.stage(stage).value[value_at(i)];
+        v = inputs_.value_of(v);
       }
     }
-    scores.store(shared_.score_parts + warp_index() * LaneScores::kSize, lane.group);
   }
 
-  __device__ void store_factors(const LaneTokens& tokens, const LaneDecays& decays,
-                                int channel) const {
-    const LanePlace lane;
-    const float before = decays.before(lane.group), after = decays.after(lane.group);
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      const int at = lane.token(i) * shared_.stride + channel;
-      shared_.query[at] = tokens.query[i] * (decays.from_start(i) * before);
-      shared_.key[at] = tokens.key[i] * (decays.to_end(i) * after);
-    }
-    if (lane.group == 0) {
-      shared_.total[channel] = decays.all();
-    }
-  }
+  // ---- the products ----
 
-  /// q~ S: warps that share columns of V have some of the channels each.
-  __device__ void multiply() const {
+  /// q~ S or k~ D: warps that share columns of V have some of the channels each.
+  __device__ void multiply(int stage) const {
     const int tile = warp_index() / Shared::kShares;
     const ColumnShare share(width_, warp_index() % Shared::kShares, Shared::kShares);
+    const OutputStage from = shared_.stage(stage);
     ProductPart<4> part;
-    part.add(shared_.query, shared_.state + tile * 32 * shared_.stride, shared_.stride, share.first,
-             share.last);
-    part.store<kPartStride>(shared_.parts + warp_index() * kPartSize);
-  }
-
-  __device__ void sum_scores() const {
-    const int s = static_cast<int>(threadIdx.x) / kTokens, t = static_cast<int>(threadIdx.x) % kTokens;
-    const int at = s * LaneScores::kStride + t;
-    float sum = 0;
-    if (s <= t) {  // nothing is stored elsewhere
-#pragma unroll
-      for (int i = 0; i < kWarps; ++i) {
-        sum += shared_.score_parts[i * LaneScores::kSize + at];
-      }
-    }
-    shared_.scores[at] = sum;
+    part.add(kAdjoint ? from.key : from.query, shared_.state + tile * 32 * shared_.stride,
+             shared_.stride, share.first, share.last);
+    part.template store<kPartStride>(shared_.parts + warp_index() * kPartSize);
   }
 
   /// Outputs of 2 or 4 tokens a thread.
-  __device__ void finish(int first, int count) const {
-    constexpr int kOwn = kTokens * kColumns / kThreads;
+  __device__ void finish(int sub, int stage) const {
+    constexpr int kOwn = kValues;
     const int column = static_cast<int>(threadIdx.x) % kColumns;
     const int token = static_cast<int>(threadIdx.x) / kColumns * kOwn;
     const float* parts = shared_.parts + column / 32 * Shared::kShares * kPartSize;
+    const OutputStage from = shared_.stage(stage);
     float sums[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       sums[i] = sum_of_parts<Shared::kShares>(parts, token + i, column % 32);
     }
 #pragma unroll
-    for (int s = 0; s < kTokens; ++s) {
-      const float v = shared_.value[s * kColumns + column];
+    for (int j = 0; j < kTokens; ++j) {
+      const float v = from.value[j * kColumns + column];
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        if (s <= token + i) {
-          sums[i] = fmaf(shared_.scores[s * LaneScores::kStride + token + i], v, sums[i]);
+        // Only pairs s <= t: a score of zero would still pass a NaN on.
+        if (kAdjoint ? j >= token + i : j <= token + i) {
+          const int at = kAdjoint ? (token + i) * kTokens + j : j * kTokens + token + i;
+          sums[i] = fmaf(from.scores[at], v, sums[i]);
         }
       }
     }
@@ -434,17 +262,24 @@ class OutputTile {
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      if (token + i < count) {
-        store(step(first + token + i), first_column_ + column, sums[i]);
+      if (token + i < count(sub)) {
+        store(step(sub) + token + i, first_column_ + column, sums[i]);
       }
     }
   }
 
   __device__ void store(int step, int column, float x) const {
-    if (kValueGradient && p_.v_activation != InputActivation::kNone) {
+    if (kAdjoint && p_.v_activation != InputActivation::kNone) {
       x *= activation_slope<Inputs::Math>(p_.v_activation, inputs_.raw_value(step, column));
     }
     out_.store(step, column, x);
+  }
+
+  __device__ void take_up(int stage) const {
+    const OutputStage from = shared_.stage(stage);
+    update_state<8, DecayOf::kColumn>(shared_.state, shared_.state, from.total, from.value,
+                                      kColumns, kAdjoint ? from.query : from.key, shared_.stride,
+                                      kColumns, width_, static_cast<int>(threadIdx.x), kThreads);
   }
 
   const ChunkOutputs& w_;
@@ -453,18 +288,19 @@ class OutputTile {
   const int key_dim_, value_dim_;
   const int width_;  // channels, in whole fours
   const int tiles_, first_column_;
-  const int index_;  // of the chunk
+  const int index_;  // of the block's chunk or sequence
   const int64_t head_;
-  const TimeTile chunk_;
+  const TimeTile block_;
+  const int64_t first_chunk_;  // its index
   const Inputs inputs_;
   const FloatRows values_, out_;
 };
 
-template <int kTiles, bool kValueGradient>
+template <int kTiles, bool kAdjoint>
 __global__ void __launch_bounds__(kThreads, 2)
     chunk_outputs_kernel(const __grid_constant__ ChunkOutputs w) {
   extern __shared__ __align__(16) float memory[];
-  OutputTile<kTiles, kValueGradient>(w, memory).run();
+  OutputTile<kTiles, kAdjoint>(w, memory).run();
 }
 
 }  // namespace tidegate::kernels::gla::fp32_chunks

@@ -3,24 +3,23 @@
 // The states at the boundaries of chunks: S before each chunk, forward in time, and D = dL/dS after
 // each chunk, backwards.
 //
-//   S = diag(total) S + sum over s of (k_s decays from after s to the end) v_s^T
-//   D = diag(total) D + sum over t of (q_t decays from the start to t) do_t^T    a sub-chunk at a time
+//   S = diag(total) S + k~^T v      D = diag(total) D + q~^T do      a sub-chunk at a time
 //
 // A block of threads has a tile of 32 x 64 of one head's state in registers, 4 x 4 a thread, and
 // goes through a segment of a sequence. While it takes up a sub-chunk, the next one's inputs are on
 // their way to its registers; two buffers in shared memory pass them on.
 
-#include "kernels/gla/cuda/fp32_chunks/lane_tokens.cuh"
+#include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
 constexpr int kStateThreads = 128, kStateRows = 32, kStateColumns = 64;
-constexpr int kFactorStride = kStateRows + 4;
 constexpr int kDirections = 2;  // S and D
 
 struct StateScan {
   GlaParams params = {};
   HeadSeries d_o = {};                // backwards
+  ChunkFactors factors = {};
   TimeTiles chunks = {};              // in which states are kept
   TimeTiles segments = {};            // whole chunks each; a sequence where time is not divided
   const void* initial[kDirections] = {};
@@ -41,7 +40,7 @@ struct StateScan {
 
 /// A sub-chunk in shared memory.
 struct StateBuffer {
-  float factor[kTokens][kFactorStride];  // k or q with its decays
+  float factor[kTokens][kStateRows];  // k~ or q~
   float value[kTokens][kStateColumns];
   float total[kStateRows];
 };
@@ -62,37 +61,33 @@ class StateTile {
         head_(blockIdx.x / (w.column_tiles() * w.row_tiles()) % p_.heads),
         segment_(find_time_tile(w.segments, index_)),
         inputs_(p_, segment_.sequence, p_.layout.reverse, head_),
-        d_o_(w.d_o, segment_.sequence, p_.layout.reverse, head_),
-        gamma_(inputs_.bound(min(first_row_ + LanePlace().channel,
-                                 static_cast<int>(p_.key_dim) - 1))) {}
+        d_o_(w.d_o, segment_.sequence, p_.layout.reverse, head_) {}
 
   __device__ void run() {
     if (!segment_.exists()) {
       return;
     }
     load_start();
-    const int chunks = (segment_.tokens + kChunk - 1) / kChunk;
     const bool ends_here = kAdjoint ? segment_.first == 0 : segment_.last();
     const bool needs_end = w_.maps || (ends_here && w_.final[kAdjoint] != nullptr);
-    const int kept = w_.maps ? 0 : chunks;
-    const int taken = needs_end ? chunks : chunks - 1;  // the last one's end may be nobody's start
+    // The last chunk's end may be nobody's start.
+    const int taken = needs_end ? chunks() : chunks() - 1;
     if (taken > 0) {
-      load(first_of(0));
+      load(chunk_at(0), sub_at(chunk_at(0), 0));
       pass_on(0);
     }
     int buffer = 0;
-    for (int c = 0; c < chunks; ++c) {
-      const int chunk = kAdjoint ? chunks - 1 - c : c;
-      if (c < kept) {
-        store(w_.states[kAdjoint], first_tile_index(w_.chunks, seq_index()) +
-                                       segment_.first / kChunk + chunk);
+    for (int c = 0; c < chunks(); ++c) {
+      const int chunk = chunk_at(c), subs = sub_chunks(chunk);
+      if (!w_.maps) {
+        store(w_.states[kAdjoint], chunk_index(chunk));
       }
       if (c >= taken) break;
-      const int subs = sub_chunks(chunk);
       for (int i = 0; i < subs; ++i) {
         __syncthreads();
-        const bool last = c + 1 == taken && i + 1 == subs;
-        if (!last) load(i + 1 < subs ? first_sub_chunk(chunk, i + 1) : first_of(c + 1));
+        const bool same = i + 1 < subs, last = c + 1 == taken && !same;
+        const int next = same || last ? chunk : chunk_at(c + 1);
+        if (!last) load(next, sub_at(next, same ? i + 1 : 0));
         take_up(buffers_[buffer]);
         buffer ^= 1;
         if (!last) pass_on(buffer);
@@ -119,14 +114,14 @@ class StateTile {
   __device__ int sub_chunks(int chunk) const {
     return (chunk_tokens(chunk) + kTokens - 1) / kTokens;
   }
-  __device__ int first_sub_chunk(int chunk, int i) const {
-    const int at = kAdjoint ? sub_chunks(chunk) - 1 - i : i;
-    return segment_.first + chunk * kChunk + at * kTokens;
+  /// The i-th sub-chunk of a chunk, and the c-th chunk, in this direction's order.
+  __device__ int sub_at(int chunk, int i) const {
+    return kAdjoint ? sub_chunks(chunk) - 1 - i : i;
   }
-  /// The c-th chunk's first one.
-  __device__ int first_of(int c) const {
-    const int chunks = (segment_.tokens + kChunk - 1) / kChunk;
-    return first_sub_chunk(kAdjoint ? chunks - 1 - c : c, 0);
+  __device__ int chunk_at(int c) const { return kAdjoint ? chunks() - 1 - c : c; }
+  __device__ int chunks() const { return (segment_.tokens + kChunk - 1) / kChunk; }
+  __device__ int64_t chunk_index(int chunk) const {
+    return first_tile_index(w_.chunks, seq_index()) + segment_.first / kChunk + chunk;
   }
 
   // ---- states in device memory: [.., H, K, V] ----
@@ -161,10 +156,10 @@ class StateTile {
     }
   }
   __device__ void store_decay() const {
-    const int channel = first_row_ + LanePlace().channel;
-    if (column_tile_ == 0 && LanePlace().group == 0 && channel < p_.key_dim) {
-      w_.segment_decays[kAdjoint][(int64_t{index_} * p_.heads + head_) * p_.key_dim + channel] =
-          decay_.hi + decay_.lo;
+    const int row = static_cast<int>(threadIdx.x);
+    if (column_tile_ == 0 && row < kStateRows && first_row_ + row < p_.key_dim) {
+      w_.segment_decays[kAdjoint][(int64_t{index_} * p_.heads + head_) * p_.key_dim + first_row_ +
+                                  row] = decay_.hi + decay_.lo;
     }
   }
 
@@ -172,12 +167,21 @@ class StateTile {
 
   static constexpr int kValues = kTokens * kStateColumns / kStateThreads;
 
-  /// Asks for the inputs of the sub-chunk that begins at step `first`.
-  __device__ void load(int first) {
+  /// Asks for the inputs of a sub-chunk of a chunk of the segment.
+  __device__ void load(int chunk, int sub) {
+    const int first = segment_.first + chunk * kChunk + sub * kTokens;
     const int count = sub_chunk_tokens(first, segment_.end());
-    const int channel = first_row_ + LanePlace().channel;
-    raw_.load<kAdjoint, !kAdjoint>(inputs_, channel < p_.key_dim, channel, count,
-                                   [first](int token) { return first + token; });
+    const SubChunkFactors from = w_.factors.of(chunk_index(chunk), sub, head_);
+    const int row = first_row_ + static_cast<int>(threadIdx.x) % 8 * 4;
+    if (row < w_.factors.width) {
+      factors_ = *reinterpret_cast<const float4*>(
+          (kAdjoint ? from.query : from.key) +
+          static_cast<int>(threadIdx.x) / 8 * w_.factors.width + row);
+    }
+    const int own = first_row_ + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kStateRows && own < w_.factors.width) {
+      total_ = from.total[own];
+    }
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int at = static_cast<int>(threadIdx.x) + i * kStateThreads;
@@ -189,22 +193,13 @@ class StateTile {
     }
   }
 
-  /// From registers to shared memory, with all decays.
+  /// From registers to shared memory.
   __device__ void pass_on(int buffer) {
     StateBuffer& to = buffers_[buffer];
-    const LanePlace lane;
-    const LaneTokens tokens = raw_.tokens(inputs_, gamma_);
-    const LaneDecays decays(tokens.decay);
-    const float outside = kAdjoint ? decays.before(lane.group) : decays.after(lane.group);
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      to.factor[lane.token(i)][lane.channel] =
-          kAdjoint ? tokens.query[i] * (decays.from_start(i) * outside)
-                   : tokens.key[i] * (decays.to_end(i) * outside);
-    }
-    if (lane.group == 0) {
-      to.total[lane.channel] = decays.all();
-      decay_ = decay_ * decays.all();
+    *reinterpret_cast<float4*>(&to.factor[threadIdx.x / 8][threadIdx.x % 8 * 4]) = factors_;
+    if (threadIdx.x < kStateRows) {
+      to.total[threadIdx.x] = total_;
+      decay_ = decay_ * total_;
     }
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -247,15 +242,14 @@ class StateTile {
   const TimeTile segment_;
   const Inputs inputs_;
   const FloatRows d_o_;
-  const float gamma_;  // of the lane's channel
   float state_[4][4];
-  RawTokens raw_;
-  float values_[kValues];
-  Precise<float> decay_ = {1.0f, 0.0f};  // of the segment, in lanes of the first group
+  float4 factors_ = {};
+  float total_ = 1.0f, values_[kValues];
+  Precise<float> decay_ = {1.0f, 0.0f};  // of the segment, a row in each of the first threads
 };
 
 /// blockIdx.y: the direction, of as many as there are; S alone in the forward pass.
-__global__ void __launch_bounds__(kStateThreads)
+__global__ void __launch_bounds__(kStateThreads, 6)
     chunk_states_kernel(const __grid_constant__ StateScan w) {
   __shared__ __align__(16) StateBuffer buffers[2];
   if (blockIdx.y == 0) {

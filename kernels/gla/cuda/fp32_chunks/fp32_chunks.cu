@@ -9,6 +9,7 @@
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/integers.h"
+#include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_gradients.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_outputs.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_states.cuh"
@@ -55,13 +56,19 @@ int64_t choose_segment(const GlaParams& p, int directions, int multiprocessors) 
 
 // ---- The workspace ----
 
-/// Its parts, in floats: states of chunks, maps of segments, and dlog f a channel.
+ChunkFactors factors_of(const GlaParams& p) {
+  return {.heads = p.heads, .width = rounded_to_fours(static_cast<int>(p.key_dim))};
+}
+
+/// Its parts, in floats: factors of all sub-chunks, states of chunks, maps of segments, and dlog f a
+/// channel. Without directions, the forward pass by whole sequences, it has factors alone.
 struct Workspace {
-  int64_t states, segment_states, segment_decays, gate_channels;
+  int64_t factors, states, segment_states, segment_decays, gate_channels;
   int directions;
 
   Workspace(const GlaParams& p, int64_t chunks, int64_t segments, int scans)
-      : states(chunks * p.heads * p.key_dim * p.value_dim),
+      : factors(factors_of(p).floats(chunks)),
+        states(chunks * p.heads * p.key_dim * p.value_dim),
         segment_states(segments * p.heads * p.key_dim * p.value_dim),
         segment_decays(segments * p.heads * p.key_dim),
         gate_channels(scans == kDirections && p.gate_per_head
@@ -70,7 +77,7 @@ struct Workspace {
         directions(scans) {}
 
   int64_t bytes() const {
-    return (directions * (states + segment_states + segment_decays) + gate_channels) *
+    return (factors + directions * (states + segment_states + segment_decays) + gate_channels) *
            static_cast<int64_t>(sizeof(float));
   }
 
@@ -82,6 +89,8 @@ struct Workspace {
       memory += count;
       return part;
     };
+    scan->factors = factors_of(scan->params);
+    scan->factors.data = take(factors);
     for (int i = 0; i < directions; ++i) {
       scan->states[i] = take(states);
       scan->segment_states[i] = take(segment_states);
@@ -91,20 +100,41 @@ struct Workspace {
   }
 };
 
+/// Whether outputs are made of whole sequences instead of chunks: where their tiles fill the device.
+/// Then no states of chunks are needed for them. Packed sequences may be a long one and short ones.
+bool goes_by_sequences(const GlaParams& p, const DeviceLimits& limits) {
+  const int64_t columns = 32 * output_tiles(p, limits.shared_bytes);
+  return p.layout.offsets == nullptr &&
+         p.layout.sequences * p.heads * ceil_div(p.value_dim, columns) >= limits.multiprocessors;
+}
+
 cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   *plan = {.path = GlaPath::kFp32Chunks};
-  plan->segment_time = choose_segment(p, directions, limits.multiprocessors);
+  const bool by_sequences = goes_by_sequences(p, limits);
+  // Whole sequences: D comes with dv, and S is needed by gradients alone.
+  const int scans = by_sequences ? directions - 1 : directions;
+  plan->segment_time = scans == 0 ? 0 : choose_segment(p, scans, limits.multiprocessors);
   if (plan->segment_time > 0) {
     plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }
   plan->partials = time_tiles(p.layout, kChunk).count;
-  plan->workspace_bytes = Workspace(p, plan->partials, plan->segments, directions).bytes();
+  plan->workspace_bytes =
+      Workspace(p, plan->partials, plan->segments, directions == 1 ? scans : directions).bytes();
   return cudaSuccess;
 }
 
 // ---- Launches ----
+
+cudaError_t launch_factors(const StateScan& scan, cudaStream_t stream) {
+  const FactorWork work = {scan.params, scan.chunks, scan.factors};
+  const int threads = std::min(kFactorThreads, static_cast<int>(ceil_div(
+                                                   scan.factors.width * kGroups, 32) * 32));
+  return launch_unless_empty(&chunk_factors_kernel,
+                             scan.chunks.count * kSubChunks * scan.params.heads, dim3(threads), 0,
+                             stream, work);
+}
 
 cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t stream) {
   const GlaParams& p = scan.params;
@@ -145,21 +175,37 @@ cudaError_t find_states(StateScan scan, int directions, cudaStream_t stream) {
   return launch_states(scan, directions, stream);
 }
 
-template <int kTiles, bool kValueGradient>
+template <int kTiles, bool kAdjoint>
 cudaError_t launch_outputs(const ChunkOutputs& work, cudaStream_t stream) {
   const GlaParams& p = work.params;
   const int bytes = output_bytes(p, kTiles);
-  constexpr auto* kKernel = &chunk_outputs_kernel<kTiles, kValueGradient>;
+  constexpr auto* kKernel = &chunk_outputs_kernel<kTiles, kAdjoint>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
-  const int64_t blocks = work.chunks.count * p.heads * ceil_div(p.value_dim, 32 * kTiles);
+  const int64_t blocks = work.blocks.count * p.heads * ceil_div(p.value_dim, 32 * kTiles);
   return launch_unless_empty(kKernel, blocks, dim3(kThreads), bytes, stream, work);
 }
 
-template <bool kValueGradient>
-cudaError_t launch_outputs(const ChunkOutputs& work, int shared_bytes, cudaStream_t stream) {
-  return output_tiles(work.params, shared_bytes) == 2
-             ? launch_outputs<2, kValueGradient>(work, stream)
-             : launch_outputs<1, kValueGradient>(work, stream);
+/// o or dv, after the factors and, by chunks, the states.
+template <bool kAdjoint>
+cudaError_t launch_outputs(const StateScan& scan, const HeadSeries& values, const HeadSeries& out,
+                           const DeviceLimits& limits, cudaStream_t stream) {
+  const GlaParams& p = scan.params;
+  ChunkOutputs work = {.params = p,
+                       .values = values,
+                       .out = out,
+                       .factors = scan.factors,
+                       .chunks = scan.chunks,
+                       .blocks = scan.chunks,
+                       .states = scan.states[kAdjoint],
+                       .whole = goes_by_sequences(p, limits)};
+  if (work.whole) {
+    work.blocks = time_tiles(p.layout, p.layout.time + 1);
+    work.initial = static_cast<const float*>(scan.initial[kAdjoint]);
+    work.final = static_cast<float*>(scan.final[kAdjoint]);
+    work.kept = kAdjoint ? scan.states[kAdjoint] : nullptr;
+  }
+  return output_tiles(p, limits.shared_bytes) == 2 ? launch_outputs<2, kAdjoint>(work, stream)
+                                                   : launch_outputs<1, kAdjoint>(work, stream);
 }
 
 template <int kRows>
@@ -170,15 +216,6 @@ cudaError_t launch_gradients(const ChunkGradients& work, cudaStream_t stream) {
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const int64_t blocks = work.chunks.count * p.heads * ceil_div(p.key_dim, kRows);
   return launch_unless_empty(kKernel, blocks, dim3(kThreads), bytes, stream, work);
-}
-
-/// Whether the forward pass takes whole sequences as its chunks: where their tiles fill the device,
-/// one launch does what the states of chunks take another for. Packed sequences may be one long one
-/// and many short ones.
-bool goes_by_sequences(const GlaParams& p, const DeviceLimits& limits) {
-  const int64_t columns = 32 * output_tiles(p, limits.shared_bytes);
-  return p.layout.offsets == nullptr &&
-         p.layout.sequences * p.heads * ceil_div(p.value_dim, columns) >= limits.multiprocessors;
 }
 
 bool is_for_chunks(const GlaParams& p) {
@@ -210,15 +247,7 @@ cudaError_t fp32_backward_fits(const GlaBackwardParams& b, bool* fits) {
   return cudaSuccess;
 }
 
-cudaError_t fp32_forward_plan(const GlaParams& p, GlaPlan* plan) {
-  DeviceLimits limits;
-  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  if (goes_by_sequences(p, limits)) {
-    *plan = {.path = GlaPath::kFp32Chunks};
-    return cudaSuccess;
-  }
-  return plan_chunks(p, 1, plan);
-}
+cudaError_t fp32_forward_plan(const GlaParams& p, GlaPlan* plan) { return plan_chunks(p, 1, plan); }
 cudaError_t fp32_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
   return plan_chunks(b.forward, kDirections, plan);
 }
@@ -226,25 +255,19 @@ cudaError_t fp32_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
 cudaError_t fp32_forward(const GlaParams& p, cudaStream_t stream) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  if (p.plan.partials == 0) {  // without states of chunks
-    return launch_outputs<false>({.params = p,
-                                  .values = p.v,
-                                  .out = p.o,
-                                  .chunks = time_tiles(p.layout, p.layout.time + 1),
-                                  .whole = true,
-                                  .initial = static_cast<const float*>(p.h0),
-                                  .final = static_cast<float*>(p.h_final)},
-                                 limits.shared_bytes, stream);
-  }
+  const bool by_sequences = goes_by_sequences(p, limits);
   StateScan scan;
   scan.params = p;
   scan.chunks = time_tiles(p.layout, kChunk);
   scan.initial[0] = p.h0;
   scan.final[0] = p.h_final;
-  Workspace(p, scan.chunks.count, p.plan.segments, 1).assign(p.workspace, &scan);
-  TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, 1, stream));
-  return launch_outputs<false>({p, p.v, p.o, scan.chunks, scan.states[0]}, limits.shared_bytes,
-                               stream);
+  Workspace(p, scan.chunks.count, p.plan.segments, by_sequences ? 0 : 1)
+      .assign(p.workspace, &scan);
+  TIDEGATE_RETURN_IF_CUDA_ERROR(launch_factors(scan, stream));
+  if (!by_sequences) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, 1, stream));
+  }
+  return launch_outputs<false>(scan, p.v, p.o, limits, stream);
 }
 
 cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
@@ -260,10 +283,16 @@ cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   scan.final[1] = b.dh0;
   float* const gate_channels =
       Workspace(p, scan.chunks.count, p.plan.segments, kDirections).assign(p.workspace, &scan);
-  TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, kDirections, stream));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(launch_outputs<true>(
-      {p, b.d_o, b.dv, scan.chunks, scan.states[1]}, limits.shared_bytes, stream));
-  const ChunkGradients work = {b, scan.chunks, scan.states[0], scan.states[1], gate_channels};
+  TIDEGATE_RETURN_IF_CUDA_ERROR(launch_factors(scan, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      find_states(scan, goes_by_sequences(p, limits) ? 1 : kDirections, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(launch_outputs<true>(scan, b.d_o, b.dv, limits, stream));
+  const ChunkGradients work = {b,
+                               scan.factors,
+                               scan.chunks,
+                               scan.states[0],
+                               scan.states[1],
+                               gate_channels};
   TIDEGATE_RETURN_IF_CUDA_ERROR(gradient_rows(p, limits.shared_bytes) == 32
                                     ? launch_gradients<32>(work, stream)
                                     : launch_gradients<16>(work, stream));

@@ -1,0 +1,243 @@
+#pragma once
+
+// What all chunks' kernels share of a sub-chunk of 16 tokens, of all chunks at once:
+//
+//   q~ = q decays from the sub-chunk's start to t        with which outputs read S, and D takes do up
+//   k~ = k decays from after s to the sub-chunk's end    with which S takes v up, and dv reads D
+//   scores = sum over channels of q_t k_s decays from after s to t, s <= t
+//   total = the product of all decays
+//
+// Scores are dyadic: pairs of a lane's four tokens multiply their decays up; those of neighbouring
+// groups of four, and of halves of eight, are products of factors with the decays to and from the
+// boundary between them.
+
+#include "kernels/gla/cuda/fp32_chunks/lane_tokens.cuh"
+
+namespace tidegate::kernels::gla::fp32_chunks {
+
+constexpr int kSubChunks = kChunk / kTokens;  // of a chunk
+
+/// The factors of one sub-chunk and head.
+struct SubChunkFactors {
+  const float *query, *key;  // q~ and k~: [16][width]
+  const float* total;        // [width]
+  const float* scores;       // [s][t], 16 x 16; zero where s > t
+};
+
+/// Where they lie in the workspace. Channels past K, up to whole fours, are zeros with totals of one.
+struct ChunkFactors {
+  float* data = nullptr;  // [chunk index][sub-chunk][H], each of them size() floats
+  int64_t heads = 0;
+  int width = 0;  // of rows: K in whole fours
+
+  int64_t floats(int64_t chunks) const { return chunks * kSubChunks * heads * size(); }
+  __host__ __device__ int size() const { return (2 * kTokens + 1) * width + kTokens * kTokens; }
+
+  __device__ float* place(int64_t chunk, int sub, int64_t head) const {
+    return data + ((chunk * kSubChunks + sub) * heads + head) * size();
+  }
+  __device__ SubChunkFactors of(int64_t chunk, int sub, int64_t head) const {
+    const float* query = place(chunk, sub, head);
+    const float *key = query + kTokens * width, *total = key + kTokens * width;
+    return {query, key, total, total + width};
+  }
+};
+
+struct FactorWork {
+  GlaParams params = {};
+  TimeTiles chunks = {};
+  ChunkFactors factors = {};
+};
+
+constexpr int kFactorThreads = 256;
+
+/// The scores of a lane's channels, summed over them: all pairs of the 16 tokens whose product this
+/// lane makes.
+struct LaneScores {
+  // Pairs t >= s of its own four tokens, t by t; 2 x 4 pairs of the group of four beside it with its
+  // own; 4 x 4 pairs of a group of the other half with its own.
+  static constexpr int kOwn = 10, kFours = 8, kEights = 16, kAll = kOwn + kFours + kEights;
+  float sums[kAll] = {};
+
+  /// Which group of the other half this lane makes pairs with: 3, 2, 0, 1.
+  static __device__ int other_half(int group) { return group < 2 ? 3 - group : group - 2; }
+
+  /// By all lanes of a warp: query and key with the decays within the group, and next to it.
+  __device__ void add(const LaneTokens& tokens, const LaneDecays& decays, int group) {
+    add_own(tokens);
+    float query[kLaneTokens], key[kLaneTokens];
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      query[i] = tokens.query[i] * decays.from_start(i);
+      key[i] = tokens.key[i] * decays.to_end(i);
+    }
+    add_fours(query, key, group);
+    const float past = decays.to_middle(group);
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      query[i] *= past;
+      key[i] *= past;
+    }
+    add_eights(query, key, group);
+  }
+
+  /// Adds up over the lanes of a warp that have the same group, and stores [s][t] of their pairs,
+  /// rows kStride apart.
+  __device__ void store(float* part, int group) {
+#pragma unroll
+    for (int i = 0; i < kAll; ++i) {
+      for (int distance = kGroups; distance < 32; distance *= 2) {
+        sums[i] += __shfl_xor_sync(~0u, sums[i], distance);
+      }
+    }
+    if (threadIdx.x % 32 >= kGroups) {
+      return;
+    }
+    int at = 0;
+    const int own = group * kLaneTokens, beside = group / 2 * 8;
+#pragma unroll
+    for (int t = 0; t < kLaneTokens; ++t) {
+#pragma unroll
+      for (int s = 0; s <= t; ++s) {
+        part[(own + s) * kStride + own + t] = sums[at++];
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int s = 0; s < kLaneTokens; ++s) {
+        part[(beside + s) * kStride + beside + 4 + group % 2 * 2 + t] = sums[at++];
+      }
+    }
+    const int other = other_half(group) * kLaneTokens;
+    const int later = group < 2 ? other : own, earlier = group < 2 ? own : other;
+#pragma unroll
+    for (int t = 0; t < kLaneTokens; ++t) {
+#pragma unroll
+      for (int s = 0; s < kLaneTokens; ++s) {
+        part[(earlier + s) * kStride + later + t] = sums[at++];
+      }
+    }
+  }
+
+  static constexpr int kStride = kTokens + 4, kSize = kTokens * kStride;
+
+ private:
+  __device__ void add_own(const LaneTokens& tokens) {
+    int at = 0;
+#pragma unroll
+    for (int t = 0; t < kLaneTokens; ++t) {
+#pragma unroll
+      for (int s = 0; s <= t; ++s) {
+        float decay = 1.0f;
+#pragma unroll
+        for (int u = s + 1; u <= t; ++u) {
+          decay *= tokens.decay[u];
+        }
+        sums[at] = fmaf(tokens.query[t], tokens.key[s] * decay, sums[at]);
+        ++at;
+      }
+    }
+  }
+
+  /// The lane of the earlier group makes the pairs of the later one's first two tokens, the lane of
+  /// the later group those of its last two.
+  __device__ void add_fours(const float (&query)[kLaneTokens], const float (&key)[kLaneTokens],
+                            int group) {
+    const bool earlier = group % 2 == 0;
+    float other[kLaneTokens];
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      other[i] = __shfl_xor_sync(~0u, earlier ? key[i] : query[i], 1);
+    }
+    int at = kOwn;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const float q = earlier ? other[t] : query[2 + t];
+#pragma unroll
+      for (int s = 0; s < kLaneTokens; ++s) {
+        sums[at] = fmaf(q, earlier ? key[s] : other[s], sums[at]);
+        ++at;
+      }
+    }
+  }
+
+  __device__ void add_eights(const float (&query)[kLaneTokens], const float (&key)[kLaneTokens],
+                             int group) {
+    const bool earlier = group < 2;
+    float other[kLaneTokens];
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      other[i] = of_group(earlier ? key[i] : query[i], other_half(group));
+    }
+    int at = kOwn + kFours;
+#pragma unroll
+    for (int t = 0; t < kLaneTokens; ++t) {
+#pragma unroll
+      for (int s = 0; s < kLaneTokens; ++s) {
+        sums[at] = fmaf(earlier ? other[t] : query[t], earlier ? key[s] : other[s], sums[at]);
+        ++at;
+      }
+    }
+  }
+};
+
+/// A block of threads has a sub-chunk of one head, up to 64 channels at a time.
+__global__ void __launch_bounds__(kFactorThreads, 3)
+    chunk_factors_kernel(const __grid_constant__ FactorWork w) {
+  __shared__ float parts[kFactorThreads / 32][LaneScores::kSize];
+  const GlaParams& p = w.params;
+  const auto item = static_cast<int64_t>(blockIdx.x);
+  const int64_t head = item % p.heads;
+  const auto sub = static_cast<int>(item / p.heads % kSubChunks);
+  const auto index = static_cast<int>(item / p.heads / kSubChunks);
+  const TimeTile chunk = find_time_tile(w.chunks, index);
+  const int count = sub_chunk_tokens(sub * kTokens, chunk.tokens);
+  if (!chunk.exists() || count <= 0) {
+    return;
+  }
+  const Inputs inputs(p, chunk.sequence, p.layout.reverse, head);
+  const LanePlace lane;
+  float* const to = w.factors.place(index, sub, head);
+  const int width = w.factors.width, first = chunk.first + sub * kTokens;
+  const auto key_dim = static_cast<int>(p.key_dim);
+  LaneScores scores;
+  for (int base = 0; base < width; base += static_cast<int>(blockDim.x) / kGroups) {
+    const int channel = base + lane.channel;
+    RawTokens raw;
+    raw.load(inputs, channel < key_dim, channel, count, [first](int i) { return first + i; });
+    const LaneTokens tokens = raw.tokens(inputs, p.gate_kind == GateKind::kLogit,
+                                         inputs.bound(min(channel, key_dim - 1)));
+    const LaneDecays decays(tokens.decay);
+    const float total = total_decay(tokens.decay);
+    scores.add(tokens, decays, lane.group);
+    if (channel >= width) {
+      continue;
+    }
+    const float before = decays.before(lane.group), after = decays.after(lane.group);
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      const int at = lane.token(i) * width + channel;
+      to[at] = tokens.query[i] * (decays.from_start(i) * before);
+      to[kTokens * width + at] = tokens.key[i] * (decays.to_end(i) * after);
+    }
+    if (lane.group == 0) {
+      to[2 * kTokens * width + channel] = total;
+    }
+  }
+  scores.store(parts[threadIdx.x / 32], lane.group);
+  __syncthreads();
+  for (int pair = static_cast<int>(threadIdx.x); pair < kTokens * kTokens;
+       pair += static_cast<int>(blockDim.x)) {
+    const int s = pair / kTokens, t = pair % kTokens;
+    float sum = 0;
+    if (s <= t) {  // nothing is stored elsewhere
+      for (int i = 0; i < static_cast<int>(blockDim.x) / 32; ++i) {
+        sum += parts[i][s * LaneScores::kStride + t];
+      }
+    }
+    to[(2 * kTokens + 1) * width + pair] = sum;
+  }
+}
+
+}  // namespace tidegate::kernels::gla::fp32_chunks
