@@ -11,6 +11,7 @@
 // groups of four, and of halves of eight, are products of factors with the decays to and from the
 // boundary between them.
 
+#include "kernels/common/cuda/launch.cuh"
 #include "kernels/gla/cuda/fp32_chunks/lane_tokens.cuh"
 
 namespace tidegate::kernels::gla::fp32_chunks {
@@ -186,6 +187,7 @@ struct LaneScores {
 __global__ void __launch_bounds__(kFactorThreads, 3)
     chunk_factors_kernel(const __grid_constant__ FactorWork w) {
   __shared__ float parts[kFactorThreads / 32][LaneScores::kSize];
+  wait_for_kernels_before();
   const GlaParams& p = w.params;
   const auto item = static_cast<int64_t>(blockIdx.x);
   const int64_t head = item % p.heads;

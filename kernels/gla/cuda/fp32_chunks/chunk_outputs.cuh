@@ -12,11 +12,15 @@
 //   multiply   q~ S, in parts that warps make of some channels each
 //   finish     the sum of the parts, scores times values, the next state
 
+#include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 #include "kernels/gla/cuda/fp32_chunks/tile_products.cuh"
 
 namespace tidegate::kernels::gla::fp32_chunks {
+
+/// Sub-chunks that a block has in shared memory, the one that it works on among them.
+constexpr int kFewestOutputStages = 2, kMostOutputStages = 4;
 
 struct ChunkOutputs {
   GlaParams params = {};
@@ -26,6 +30,7 @@ struct ChunkOutputs {
   TimeTiles chunks = {};
   TimeTiles blocks = {};          // what a block of threads takes: chunks, or whole sequences
   const float* states = nullptr;  // of chunks: [chunk index, H, K, V], S before or D after them
+  int stages = kFewestOutputStages;
   // Of whole sequences: [N, H, K, V]; null means zero, and not asked for. `kept` gets D after every
   // chunk: [chunk index, H, K, V].
   bool whole = false;
@@ -55,7 +60,7 @@ struct OutputShared {
   static constexpr int kColumns = 32 * kTiles, kShares = kWarps / kTiles;
   int stride;            // of rows of K channels
   float *state, *parts;  // [columns] rows of K; of the product, a warp each
-  float* stages;         // two
+  float* stages;         // as many as the launch says
 
   __host__ __device__ OutputShared(float* memory, int key_dim)
       : stride(padded_stride(key_dim)),
@@ -67,9 +72,10 @@ struct OutputShared {
     return {stages + i * OutputStage::floats(stride, kColumns), stride};
   }
 
-  static int bytes(int key_dim) {
+  static int bytes(int key_dim, int stages) {
     const int stride = padded_stride(key_dim);
-    return (kColumns * stride + kWarps * kPartSize + 2 * OutputStage::floats(stride, kColumns)) *
+    return (kColumns * stride + kWarps * kPartSize +
+            stages * OutputStage::floats(stride, kColumns)) *
            static_cast<int>(sizeof(float));
   }
 };
@@ -105,15 +111,18 @@ class OutputTile {
     }
     const int subs = (block_.tokens + kTokens - 1) / kTokens;
     load_state(w_.whole ? w_.initial : w_.states);
-    if (subs > 0) copy(place(0, subs), 0);
+    const int ahead = w_.stages - 1;
+    for (int i = 0; i < ahead; ++i) {
+      copy(place(i, subs), i < subs, i);
+    }
     for (int i = 0; i < subs; ++i) {
-      const int sub = place(i, subs), stage = i % 2;
-      wait_for_copies(stage);
+      const int sub = place(i, subs), stage = i % w_.stages;
+      wait_for_stage(stage);
       __syncthreads();
       if (kAdjoint && w_.kept != nullptr && (i == 0 || sub % kSubChunks == kSubChunks - 1)) {
         store_state(w_.kept, first_chunk_ + sub / kSubChunks);
       }
-      if (i + 1 < subs) copy(place(i + 1, subs), 1 - stage);
+      copy(place(i + ahead, subs), i + ahead < subs, (i + ahead) % w_.stages);
       multiply(stage);
       __syncthreads();
       finish(sub, stage);
@@ -161,8 +170,16 @@ class OutputTile {
 
   // ---- a sub-chunk's copies to shared memory ----
 
-  __device__ void copy(int sub, int stage) const {
-    const OutputStage to = shared_.stage(stage);
+  /// A group of copies, empty where the sub-chunk does not exist.
+  __device__ void copy(int sub, bool exists, int stage) const {
+    if (exists) {
+      copy_factors(sub, shared_.stage(stage));
+      copy_values(sub, shared_.stage(stage));
+    }
+    commit_copies();
+  }
+
+  __device__ void copy_factors(int sub, const OutputStage& to) const {
     const SubChunkFactors from =
         w_.factors.of(first_chunk_ + sub / kSubChunks, sub % kSubChunks, head_);
     const auto thread = static_cast<int>(threadIdx.x);
@@ -187,6 +204,9 @@ class OutputTile {
     if (thread < kTokens * kTokens / 4) {
       copy_async<16>(to.scores + thread * 4, from.scores + thread * 4);
     }
+  }
+
+  __device__ void copy_values(int sub, const OutputStage& to) const {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       if (value_exists(i, sub)) {
@@ -195,7 +215,6 @@ class OutputTile {
         to.value[value_at(i)] = 0;
       }
     }
-    commit_copies();
   }
 
   static constexpr int kValues = kTokens * kColumns / kThreads;
@@ -207,9 +226,18 @@ class OutputTile {
     return values_.at(step(sub) + value_at(i) / kColumns, first_column_ + value_at(i) % kColumns);
   }
 
-  /// Waits for this thread's copies, and activates its values.
-  __device__ void wait_for_copies(int stage) const {
-    kernels::wait_for_copies<0>();
+  /// Waits for this thread's copies to the next stage, and activates its values.
+  __device__ void wait_for_stage(int stage) const {
+    switch (w_.stages) {  // those of later ones may be under way
+      case 4:
+        wait_for_copies<2>();
+        break;
+      case 3:
+        wait_for_copies<1>();
+        break;
+      default:
+        wait_for_copies<0>();
+    }
     if (!kAdjoint && p_.v_activation != InputActivation::kNone) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -300,6 +328,7 @@ template <int kTiles, bool kAdjoint>
 __global__ void __launch_bounds__(kThreads, 2)
     chunk_outputs_kernel(const __grid_constant__ ChunkOutputs w) {
   extern __shared__ __align__(16) float memory[];
+  wait_for_kernels_before();
   OutputTile<kTiles, kAdjoint>(w, memory).run();
 }
 

@@ -6,9 +6,11 @@
 //   S = diag(total) S + k~^T v      D = diag(total) D + q~^T do      a sub-chunk at a time
 //
 // A block of threads has a tile of 32 x 64 of one head's state in registers, 4 x 4 a thread, and
-// goes through a segment of a sequence. While it takes up a sub-chunk, the next one's inputs are on
-// their way to its registers; two buffers in shared memory pass them on.
+// goes through a segment of a sequence. While it takes up a sub-chunk, those of the next three are on
+// their way to shared memory.
 
+#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 
 namespace tidegate::kernels::gla::fp32_chunks {
@@ -38,8 +40,9 @@ struct StateScan {
   }
 };
 
-/// A sub-chunk in shared memory.
-struct StateBuffer {
+/// A sub-chunk in shared memory, of which there are four.
+constexpr int kStateStages = 4;
+struct StateStage {
   float factor[kTokens][kStateRows];  // k~ or q~
   float value[kTokens][kStateColumns];
   float total[kStateRows];
@@ -49,10 +52,10 @@ struct StateBuffer {
 template <bool kAdjoint>
 class StateTile {
  public:
-  __device__ StateTile(const StateScan& w, StateBuffer (&buffers)[2])
+  __device__ StateTile(const StateScan& w, StateStage (&stages)[kStateStages])
       : w_(w),
         p_(w.params),
-        buffers_(buffers),
+        stages_(stages),
         column_tile_(static_cast<int>(blockIdx.x) % w.column_tiles()),
         row_tile_(static_cast<int>(blockIdx.x) / w.column_tiles() % w.row_tiles()),
         first_row_(row_tile_ * kStateRows),
@@ -60,7 +63,7 @@ class StateTile {
         index_(static_cast<int>(blockIdx.x / (w.column_tiles() * w.row_tiles()) / p_.heads)),
         head_(blockIdx.x / (w.column_tiles() * w.row_tiles()) % p_.heads),
         segment_(find_time_tile(w.segments, index_)),
-        inputs_(p_, segment_.sequence, p_.layout.reverse, head_),
+        v_(p_.v, segment_.sequence, p_.layout.reverse, head_),
         d_o_(w.d_o, segment_.sequence, p_.layout.reverse, head_) {}
 
   __device__ void run() {
@@ -71,28 +74,23 @@ class StateTile {
     const bool ends_here = kAdjoint ? segment_.first == 0 : segment_.last();
     const bool needs_end = w_.maps || (ends_here && w_.final[kAdjoint] != nullptr);
     // The last chunk's end may be nobody's start.
-    const int taken = needs_end ? chunks() : chunks() - 1;
-    if (taken > 0) {
-      load(chunk_at(0), sub_at(chunk_at(0), 0));
-      pass_on(0);
+    const int subs = (segment_.tokens + kTokens - 1) / kTokens;
+    const int in_last = kAdjoint ? min(subs, kSubChunks) : (subs + kSubChunks - 1) % kSubChunks + 1;
+    const int taken = needs_end || subs == 0 ? subs : subs - in_last;
+    const auto place = [subs](int i) { return kAdjoint ? subs - 1 - i : i; };
+    for (int i = 0; i < kStateStages - 1; ++i) {
+      copy(place(i), i < taken, i);
     }
-    int buffer = 0;
-    for (int c = 0; c < chunks(); ++c) {
-      const int chunk = chunk_at(c), subs = sub_chunks(chunk);
-      if (!w_.maps) {
-        store(w_.states[kAdjoint], chunk_index(chunk));
-      }
-      if (c >= taken) break;
-      for (int i = 0; i < subs; ++i) {
-        __syncthreads();
-        const bool same = i + 1 < subs, last = c + 1 == taken && !same;
-        const int next = same || last ? chunk : chunk_at(c + 1);
-        if (!last) load(next, sub_at(next, same ? i + 1 : 0));
-        take_up(buffers_[buffer]);
-        buffer ^= 1;
-        if (!last) pass_on(buffer);
-      }
+    for (int i = 0; i < taken; ++i) {
+      StateStage& stage = stages_[i % kStateStages];
+      wait_for_stage(stage);
+      __syncthreads();
+      if (begins_chunk(place(i), i)) keep(place(i) / kSubChunks);
+      copy(place(i + kStateStages - 1), i + kStateStages - 1 < taken,
+           (i + kStateStages - 1) % kStateStages);
+      take_up(stage);
     }
+    if (taken < subs) keep(place(taken) / kSubChunks);
     if (w_.maps) {
       store(w_.segment_states[kAdjoint], index_);
       store_decay();
@@ -106,22 +104,18 @@ class StateTile {
   __device__ int row(int i) const { return static_cast<int>(threadIdx.x) / 16 * 4 + i; }
   __device__ int column(int j) const { return static_cast<int>(threadIdx.x) % 16 * 4 + j; }
 
-  // ---- where the sub-chunks lie, in the order in which this direction takes them ----
+  // ---- sub-chunks, counted from the segment's start ----
 
-  __device__ int chunk_tokens(int chunk) const {
-    return min(kChunk, segment_.tokens - chunk * kChunk);
+  /// Whether this direction comes into a chunk by it, as its i-th one.
+  __device__ bool begins_chunk(int sub, int i) const {
+    return kAdjoint ? i == 0 || sub % kSubChunks == kSubChunks - 1 : sub % kSubChunks == 0;
   }
-  __device__ int sub_chunks(int chunk) const {
-    return (chunk_tokens(chunk) + kTokens - 1) / kTokens;
-  }
-  /// The i-th sub-chunk of a chunk, and the c-th chunk, in this direction's order.
-  __device__ int sub_at(int chunk, int i) const {
-    return kAdjoint ? sub_chunks(chunk) - 1 - i : i;
-  }
-  __device__ int chunk_at(int c) const { return kAdjoint ? chunks() - 1 - c : c; }
-  __device__ int chunks() const { return (segment_.tokens + kChunk - 1) / kChunk; }
   __device__ int64_t chunk_index(int chunk) const {
     return first_tile_index(w_.chunks, seq_index()) + segment_.first / kChunk + chunk;
+  }
+  /// Of a chunk, the state in which this direction comes into it.
+  __device__ void keep(int chunk) const {
+    if (!w_.maps) store(w_.states[kAdjoint], chunk_index(chunk));
   }
 
   // ---- states in device memory: [.., H, K, V] ----
@@ -167,49 +161,66 @@ class StateTile {
 
   static constexpr int kValues = kTokens * kStateColumns / kStateThreads;
 
-  /// Asks for the inputs of a sub-chunk of a chunk of the segment.
-  __device__ void load(int chunk, int sub) {
-    const int first = segment_.first + chunk * kChunk + sub * kTokens;
+  /// Copies a sub-chunk's inputs to shared memory: a group of copies, empty where it does not exist.
+  __device__ void copy(int sub, bool exists, int stage) const {
+    if (exists) {
+      copy_factors(sub, stages_[stage]);
+      copy_values(segment_.first + sub * kTokens, stages_[stage]);
+    }
+    commit_copies();
+  }
+
+  __device__ void copy_factors(int sub, StateStage& to) const {
+    const SubChunkFactors from =
+        w_.factors.of(chunk_index(sub / kSubChunks), sub % kSubChunks, head_);
+    const int width = w_.factors.width;
+    const int token = static_cast<int>(threadIdx.x) / 8, row = static_cast<int>(threadIdx.x) % 8 * 4;
+    if (first_row_ + row < width) {
+      copy_async<16>(&to.factor[token][row],
+                     (kAdjoint ? from.query : from.key) + token * width + first_row_ + row);
+    }
+    const auto own = static_cast<int>(threadIdx.x);
+    if (own < kStateRows && first_row_ + own < width) {
+      copy_async<4>(&to.total[own], from.total + first_row_ + own);
+    }
+  }
+
+  __device__ void copy_values(int first, StateStage& to) const {
     const int count = sub_chunk_tokens(first, segment_.end());
-    const SubChunkFactors from = w_.factors.of(chunk_index(chunk), sub, head_);
-    const int row = first_row_ + static_cast<int>(threadIdx.x) % 8 * 4;
-    if (row < w_.factors.width) {
-      factors_ = *reinterpret_cast<const float4*>(
-          (kAdjoint ? from.query : from.key) +
-          static_cast<int>(threadIdx.x) / 8 * w_.factors.width + row);
-    }
-    const int own = first_row_ + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < kStateRows && own < w_.factors.width) {
-      total_ = from.total[own];
-    }
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      const int at = static_cast<int>(threadIdx.x) + i * kStateThreads;
-      const int token = at / kStateColumns, column = first_column_ + at % kStateColumns;
-      const bool exists = token < count && column < p_.value_dim;
-      values_[i] = !exists    ? 0.0f
-                   : kAdjoint ? d_o_.load<float>(first + token, column)
-                              : inputs_.raw_value(first + token, column);
+      const int token = value_token(i), column = value_column(i);
+      if (token < count && first_column_ + column < p_.value_dim) {
+        copy_async<4>(&to.value[token][column],
+                      (kAdjoint ? d_o_ : v_).at(first + token, first_column_ + column));
+      } else {
+        to.value[token][column] = 0;
+      }
+    }
+  }
+  __device__ int value_token(int i) const {
+    return (static_cast<int>(threadIdx.x) + i * kStateThreads) / kStateColumns;
+  }
+  __device__ int value_column(int i) const {
+    return static_cast<int>(threadIdx.x) % kStateColumns;
+  }
+
+  /// Waits for this thread's copies to the next stage, and activates its values.
+  __device__ void wait_for_stage(StateStage& stage) const {
+    wait_for_copies<kStateStages - 2>();
+    if (!kAdjoint && p_.v_activation != InputActivation::kNone) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        float& v = stage.value[value_token(i)][value_column(i)];
+        v = activate<GateMath<float, false>>(p_.v_activation, v);
+      }
     }
   }
 
-  /// From registers to shared memory.
-  __device__ void pass_on(int buffer) {
-    StateBuffer& to = buffers_[buffer];
-    *reinterpret_cast<float4*>(&to.factor[threadIdx.x / 8][threadIdx.x % 8 * 4]) = factors_;
-    if (threadIdx.x < kStateRows) {
-      to.total[threadIdx.x] = total_;
-      decay_ = decay_ * total_;
+  __device__ void take_up(const StateStage& from) {
+    if (w_.maps && threadIdx.x < kStateRows) {
+      decay_ = decay_ * from.total[threadIdx.x];
     }
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const int at = static_cast<int>(threadIdx.x) + i * kStateThreads;
-      to.value[at / kStateColumns][at % kStateColumns] =
-          kAdjoint ? values_[i] : inputs_.value_of(values_[i]);
-    }
-  }
-
-  __device__ void take_up(const StateBuffer& from) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float total = from.total[row(i)];
@@ -235,27 +246,25 @@ class StateTile {
 
   const StateScan& w_;
   const GlaParams& p_;
-  StateBuffer (&buffers_)[2];
+  StateStage (&stages_)[kStateStages];
   const int column_tile_, row_tile_, first_row_, first_column_;
   const int index_;  // of the segment
   const int64_t head_;
   const TimeTile segment_;
-  const Inputs inputs_;
-  const FloatRows d_o_;
+  const FloatRows v_, d_o_;
   float state_[4][4];
-  float4 factors_ = {};
-  float total_ = 1.0f, values_[kValues];
   Precise<float> decay_ = {1.0f, 0.0f};  // of the segment, a row in each of the first threads
 };
 
 /// blockIdx.y: the direction, of as many as there are; S alone in the forward pass.
 __global__ void __launch_bounds__(kStateThreads, 6)
     chunk_states_kernel(const __grid_constant__ StateScan w) {
-  __shared__ __align__(16) StateBuffer buffers[2];
+  __shared__ __align__(16) StateStage stages[kStateStages];
+  wait_for_kernels_before();
   if (blockIdx.y == 0) {
-    StateTile<false>(w, buffers).run();
+    StateTile<false>(w, stages).run();
   } else {
-    StateTile<true>(w, buffers).run();
+    StateTile<true>(w, stages).run();
   }
 }
 

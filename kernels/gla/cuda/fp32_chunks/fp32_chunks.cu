@@ -26,12 +26,21 @@ namespace {
 // exist and their states have room; else 32. Gradients: 32 channels, where their states have room;
 // else 16.
 
-int output_bytes(const GlaParams& p, int tiles) {
+int output_bytes(const GlaParams& p, int tiles, int stages) {
   const auto key_dim = static_cast<int>(p.key_dim);
-  return tiles == 2 ? OutputShared<2>::bytes(key_dim) : OutputShared<1>::bytes(key_dim);
+  return tiles == 2 ? OutputShared<2>::bytes(key_dim, stages)
+                    : OutputShared<1>::bytes(key_dim, stages);
 }
 int output_tiles(const GlaParams& p, int shared_bytes) {
-  return p.value_dim > 32 && output_bytes(p, 2) <= shared_bytes ? 2 : 1;
+  return p.value_dim > 32 && output_bytes(p, 2, kFewestOutputStages) <= shared_bytes ? 2 : 1;
+}
+/// As many stages as leave room for two blocks of threads on a multiprocessor.
+int output_stages(const GlaParams& p, int tiles, int shared_bytes) {
+  int stages = kMostOutputStages;
+  while (stages > kFewestOutputStages && output_bytes(p, tiles, stages) > shared_bytes / 2) {
+    --stages;
+  }
+  return stages;
 }
 
 int gradient_bytes(const GlaParams& p, int rows) {
@@ -100,12 +109,16 @@ struct Workspace {
   }
 };
 
-/// Whether outputs are made of whole sequences instead of chunks: where their tiles fill the device.
-/// Then no states of chunks are needed for them. Packed sequences may be a long one and short ones.
+/// Whether outputs are made of whole sequences instead of chunks: where their tiles fill the device,
+/// or a launch for the states of chunks would take longer than they do one after another. Packed
+/// sequences may be a long one and short ones.
 bool goes_by_sequences(const GlaParams& p, const DeviceLimits& limits) {
+  constexpr int64_t kShortTime = 4 * kChunk;
   const int64_t columns = 32 * output_tiles(p, limits.shared_bytes);
   return p.layout.offsets == nullptr &&
-         p.layout.sequences * p.heads * ceil_div(p.value_dim, columns) >= limits.multiprocessors;
+         (p.layout.time <= kShortTime || p.layout.sequences * p.heads *
+                                                 ceil_div(p.value_dim, columns) >=
+                                             limits.multiprocessors);
 }
 
 cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
@@ -131,9 +144,8 @@ cudaError_t launch_factors(const StateScan& scan, cudaStream_t stream) {
   const FactorWork work = {scan.params, scan.chunks, scan.factors};
   const int threads = std::min(kFactorThreads, static_cast<int>(ceil_div(
                                                    scan.factors.width * kGroups, 32) * 32));
-  return launch_unless_empty(&chunk_factors_kernel,
-                             scan.chunks.count * kSubChunks * scan.params.heads, dim3(threads), 0,
-                             stream, work);
+  return launch_early<&chunk_factors_kernel>(scan.chunks.count * kSubChunks * scan.params.heads,
+                                             dim3(threads), 0, stream, work);
 }
 
 cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t stream) {
@@ -143,9 +155,9 @@ cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t st
   if (blocks > std::numeric_limits<int>::max()) {
     return cudaErrorInvalidConfiguration;
   }
-  return launch_unless_empty(&chunk_states_kernel,
-                             dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(directions)),
-                             dim3(kStateThreads), 0, stream, scan);
+  return launch_early<&chunk_states_kernel>(
+      dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(directions)), dim3(kStateThreads), 0,
+      stream, scan);
 }
 
 /// The states at all chunks, by way of segments where the plan has them.
@@ -176,13 +188,14 @@ cudaError_t find_states(StateScan scan, int directions, cudaStream_t stream) {
 }
 
 template <int kTiles, bool kAdjoint>
-cudaError_t launch_outputs(const ChunkOutputs& work, cudaStream_t stream) {
+cudaError_t launch_outputs(ChunkOutputs work, int shared_bytes, cudaStream_t stream) {
   const GlaParams& p = work.params;
-  const int bytes = output_bytes(p, kTiles);
+  work.stages = output_stages(p, kTiles, shared_bytes);
+  const int bytes = output_bytes(p, kTiles, work.stages);
   constexpr auto* kKernel = &chunk_outputs_kernel<kTiles, kAdjoint>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const int64_t blocks = work.blocks.count * p.heads * ceil_div(p.value_dim, 32 * kTiles);
-  return launch_unless_empty(kKernel, blocks, dim3(kThreads), bytes, stream, work);
+  return launch_early<kKernel>(blocks, dim3(kThreads), bytes, stream, work);
 }
 
 /// o or dv, after the factors and, by chunks, the states.
@@ -204,8 +217,9 @@ cudaError_t launch_outputs(const StateScan& scan, const HeadSeries& values, cons
     work.final = static_cast<float*>(scan.final[kAdjoint]);
     work.kept = kAdjoint ? scan.states[kAdjoint] : nullptr;
   }
-  return output_tiles(p, limits.shared_bytes) == 2 ? launch_outputs<2, kAdjoint>(work, stream)
-                                                   : launch_outputs<1, kAdjoint>(work, stream);
+  return output_tiles(p, limits.shared_bytes) == 2
+             ? launch_outputs<2, kAdjoint>(work, limits.shared_bytes, stream)
+             : launch_outputs<1, kAdjoint>(work, limits.shared_bytes, stream);
 }
 
 template <int kRows>
@@ -215,7 +229,7 @@ cudaError_t launch_gradients(const ChunkGradients& work, cudaStream_t stream) {
   constexpr auto* kKernel = &chunk_gradients_kernel<kRows>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const int64_t blocks = work.chunks.count * p.heads * ceil_div(p.key_dim, kRows);
-  return launch_unless_empty(kKernel, blocks, dim3(kThreads), bytes, stream, work);
+  return launch_early<kKernel>(blocks, dim3(kThreads), bytes, stream, work);
 }
 
 bool is_for_chunks(const GlaParams& p) {
@@ -232,7 +246,7 @@ cudaError_t fp32_forward_fits(const GlaParams& p, bool* fits) {
   if (*fits) {
     DeviceLimits limits;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-    *fits = output_bytes(p, 1) <= limits.shared_bytes;
+    *fits = output_bytes(p, 1, kFewestOutputStages) <= limits.shared_bytes;
   }
   return cudaSuccess;
 }
