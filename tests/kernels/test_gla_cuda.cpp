@@ -434,6 +434,29 @@ TEST_P(GlaCudaFp32Chunks, EverySize) {
   }
 }
 
+// Enough heads for chunks of several sub-chunks; from 132 tiles on (on an H200), outputs go by whole
+// sequences.
+TEST_P(GlaCudaFp32Chunks, LongChunks) {
+  struct Size {
+    int64_t batch, heads, keys, values;
+  };
+  uint32_t i = 0;
+  for (const auto& [batch, heads, keys, values] :
+       {Size{1, 40, 97, 128}, Size{2, 40, 64, 35}, Size{1, 80, 40, 36}, Size{2, 72, 41, 39}}) {
+    for (const bool packed : {false, true}) {
+      GlaShape shape = vary(i++);
+      shape.batch = batch;
+      shape.heads = heads;
+      shape.time = 64 * 3 + 37;
+      shape.key_dim = keys;
+      shape.value_dim = values;
+      if (packed) shape.offsets = {0, 0, 100, 100, 105, 64 * 3 + 37};
+      if (packed) shape.batch = 1;
+      check(shape);
+    }
+  }
+}
+
 // The most that fits: what is larger is the plain kernels'.
 TEST_P(GlaCudaFp32Chunks, LargestSizes) {
   for (const int64_t key_dim : {8, 512}) {

@@ -16,7 +16,18 @@
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
-constexpr int kSubChunks = kChunk / kTokens;  // of a chunk
+/// How many sub-chunks a chunk has: 1, 2 or 4.
+struct ChunkSize {
+  int bits = 0;
+
+  __host__ __device__ int sub_chunks() const { return 1 << bits; }
+  __host__ __device__ int tokens() const { return kTokens << bits; }
+
+  /// Of sub-chunks that are counted over many chunks: the chunk, and the place in it.
+  __device__ int chunk_of(int sub) const { return sub >> bits; }
+  __device__ int place_of(int sub) const { return sub & (sub_chunks() - 1); }
+  __device__ bool is_last(int sub) const { return place_of(sub) == sub_chunks() - 1; }
+};
 
 /// The factors of one sub-chunk and head.
 struct SubChunkFactors {
@@ -30,15 +41,17 @@ struct ChunkFactors {
   float* data = nullptr;  // [chunk index][sub-chunk][H], each of them size() floats
   int64_t heads = 0;
   int width = 0;  // of rows: K in whole fours
+  ChunkSize chunk = {};
 
-  int64_t floats(int64_t chunks) const { return chunks * kSubChunks * heads * size(); }
+  int64_t floats(int64_t chunks) const { return chunks * chunk.sub_chunks() * heads * size(); }
   __host__ __device__ int size() const { return (2 * kTokens + 1) * width + kTokens * kTokens; }
 
-  __device__ float* place(int64_t chunk, int sub, int64_t head) const {
-    return data + ((chunk * kSubChunks + sub) * heads + head) * size();
+  /// `sub` counts from the start of the chunk with that index, and may lie in a later one.
+  __device__ float* place(int64_t index, int sub, int64_t head) const {
+    return data + (((index << chunk.bits) + sub) * heads + head) * size();
   }
-  __device__ SubChunkFactors of(int64_t chunk, int sub, int64_t head) const {
-    const float* query = place(chunk, sub, head);
+  __device__ SubChunkFactors of(int64_t index, int sub, int64_t head) const {
+    const float* query = place(index, sub, head);
     const float *key = query + kTokens * width, *total = key + kTokens * width;
     return {query, key, total, total + width};
   }
@@ -191,8 +204,8 @@ __global__ void __launch_bounds__(kFactorThreads, 3)
   const GlaParams& p = w.params;
   const auto item = static_cast<int64_t>(blockIdx.x);
   const int64_t head = item % p.heads;
-  const auto sub = static_cast<int>(item / p.heads % kSubChunks);
-  const auto index = static_cast<int>(item / p.heads / kSubChunks);
+  const auto of_all = static_cast<int>(item / p.heads);
+  const int index = w.factors.chunk.chunk_of(of_all), sub = w.factors.chunk.place_of(of_all);
   const TimeTile chunk = find_time_tile(w.chunks, index);
   const int count = sub_chunk_tokens(sub * kTokens, chunk.tokens);
   if (!chunk.exists() || count <= 0) {

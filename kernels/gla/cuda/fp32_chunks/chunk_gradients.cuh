@@ -38,7 +38,6 @@ constexpr int kPairStride = kTokens + 4, kPairSize = kTokens * kPairStride;
 template <int kRows>
 struct GradientShared {
   static constexpr int kShares = kWarps / 2;
-  static constexpr int kKeptStates = kChunk / kTokens - 1;
   int stride;                   // of rows of V columns
   float* first_kept;            // S before sub-chunks 1, 2, 3; in the end the first one's
   float* gradient;              // D
@@ -48,7 +47,7 @@ struct GradientShared {
   float* parts;                 // of w; then of S do, and of D v; at first factors, too
   float *pairs, *pairs_back;    // w, [t][s] and [s][t]
 
-  __host__ __device__ GradientShared(float* memory, int value_dim)
+  __host__ __device__ GradientShared(float* memory, int value_dim, ChunkSize chunk)
       : stride(padded_stride(value_dim)) {
     const auto take = [&memory](int count) {
       float* part = memory;
@@ -56,7 +55,8 @@ struct GradientShared {
       return part;
     };
     static_assert(kPairSize <= kPartSize);
-    first_kept = take(kKeptStates * kRows * stride);
+    const int kept_states = chunk.bits == 0 ? 1 : chunk.sub_chunks() - 1;
+    first_kept = take(kept_states * kRows * stride);
     gradient = take(kRows * stride);
     tiles = take(3 * kTokens * stride);
     factor = take(kTokens * kRows);
@@ -75,9 +75,10 @@ struct GradientShared {
     return first_kept + max(sub - 1, 0) * kRows * stride;
   }
 
-  static int bytes(int value_dim) {
+  static int bytes(int value_dim, ChunkSize chunk) {
     float* const none = nullptr;
-    return static_cast<int>((GradientShared(none, value_dim).floats_ - none) * sizeof(float));
+    return static_cast<int>((GradientShared(none, value_dim, chunk).floats_ - none) *
+                            sizeof(float));
   }
 
  private:
@@ -189,7 +190,7 @@ class GradientTile {
   __device__ GradientTile(const ChunkGradients& w, float* memory)
       : w_(w),
         p_(w.params.forward),
-        shared_(memory, static_cast<int>(p_.value_dim)),
+        shared_(memory, static_cast<int>(p_.value_dim), w.factors.chunk),
         key_dim_(static_cast<int>(p_.key_dim)),
         value_dim_(static_cast<int>(p_.value_dim)),
         width_(rounded_to_fours(value_dim_)),

@@ -119,8 +119,8 @@ class OutputTile {
       const int sub = place(i, subs), stage = i % w_.stages;
       wait_for_stage(stage);
       __syncthreads();
-      if (kAdjoint && w_.kept != nullptr && (i == 0 || sub % kSubChunks == kSubChunks - 1)) {
-        store_state(w_.kept, first_chunk_ + sub / kSubChunks);
+      if (kAdjoint && w_.kept != nullptr && (i == 0 || w_.factors.chunk.is_last(sub))) {
+        store_state(w_.kept, first_chunk_ + w_.factors.chunk.chunk_of(sub));
       }
       copy(place(i + ahead, subs), i + ahead < subs, (i + ahead) % w_.stages);
       multiply(stage);
@@ -180,8 +180,7 @@ class OutputTile {
   }
 
   __device__ void copy_factors(int sub, const OutputStage& to) const {
-    const SubChunkFactors from =
-        w_.factors.of(first_chunk_ + sub / kSubChunks, sub % kSubChunks, head_);
+    const SubChunkFactors from = w_.factors.of(first_chunk_, sub, head_);
     const auto thread = static_cast<int>(threadIdx.x);
     // Rows lie one after another: those of q~ and of k~.
     const int fours = width_ / 4;
@@ -305,9 +304,9 @@ class OutputTile {
 
   __device__ void take_up(int stage) const {
     const OutputStage from = shared_.stage(stage);
-    update_state<8, DecayOf::kColumn>(shared_.state, shared_.state, from.total, from.value,
-                                      kColumns, kAdjoint ? from.query : from.key, shared_.stride,
-                                      kColumns, width_, static_cast<int>(threadIdx.x), kThreads);
+    update_state<8, DecayOf::kColumn>(shared_.state, shared_.state, from.total, from.value, kColumns,
+                                   kAdjoint ? from.query : from.key, shared_.stride, kColumns,
+                                   width_, static_cast<int>(threadIdx.x), kThreads);
   }
 
   const ChunkOutputs& w_;

@@ -63,6 +63,9 @@ class StateTile {
         index_(static_cast<int>(blockIdx.x / (w.column_tiles() * w.row_tiles()) / p_.heads)),
         head_(blockIdx.x / (w.column_tiles() * w.row_tiles()) % p_.heads),
         segment_(find_time_tile(w.segments, index_)),
+        chunk_(w.factors.chunk),
+        first_chunk_(first_tile_index(w.chunks, static_cast<int>(segment_.sequence.index)) +
+                     chunk_.chunk_of(segment_.first / kTokens)),
         v_(p_.v, segment_.sequence, p_.layout.reverse, head_),
         d_o_(w.d_o, segment_.sequence, p_.layout.reverse, head_) {}
 
@@ -75,7 +78,8 @@ class StateTile {
     const bool needs_end = w_.maps || (ends_here && w_.final[kAdjoint] != nullptr);
     // The last chunk's end may be nobody's start.
     const int subs = (segment_.tokens + kTokens - 1) / kTokens;
-    const int in_last = kAdjoint ? min(subs, kSubChunks) : (subs + kSubChunks - 1) % kSubChunks + 1;
+    const int in_last =
+        kAdjoint ? min(subs, chunk_.sub_chunks()) : chunk_.place_of(subs - 1) + 1;
     const int taken = needs_end || subs == 0 ? subs : subs - in_last;
     const auto place = [subs](int i) { return kAdjoint ? subs - 1 - i : i; };
     for (int i = 0; i < kStateStages - 1; ++i) {
@@ -85,12 +89,12 @@ class StateTile {
       StateStage& stage = stages_[i % kStateStages];
       wait_for_stage(stage);
       __syncthreads();
-      if (begins_chunk(place(i), i)) keep(place(i) / kSubChunks);
+      if (begins_chunk(place(i), i)) keep(chunk_.chunk_of(place(i)));
       copy(place(i + kStateStages - 1), i + kStateStages - 1 < taken,
            (i + kStateStages - 1) % kStateStages);
       take_up(stage);
     }
-    if (taken < subs) keep(place(taken) / kSubChunks);
+    if (taken < subs) keep(chunk_.chunk_of(place(taken)));
     if (w_.maps) {
       store(w_.segment_states[kAdjoint], index_);
       store_decay();
@@ -108,14 +112,11 @@ class StateTile {
 
   /// Whether this direction comes into a chunk by it, as its i-th one.
   __device__ bool begins_chunk(int sub, int i) const {
-    return kAdjoint ? i == 0 || sub % kSubChunks == kSubChunks - 1 : sub % kSubChunks == 0;
-  }
-  __device__ int64_t chunk_index(int chunk) const {
-    return first_tile_index(w_.chunks, seq_index()) + segment_.first / kChunk + chunk;
+    return kAdjoint ? i == 0 || chunk_.is_last(sub) : chunk_.place_of(sub) == 0;
   }
   /// Of a chunk, the state in which this direction comes into it.
   __device__ void keep(int chunk) const {
-    if (!w_.maps) store(w_.states[kAdjoint], chunk_index(chunk));
+    if (!w_.maps) store(w_.states[kAdjoint], first_chunk_ + chunk);
   }
 
   // ---- states in device memory: [.., H, K, V] ----
@@ -171,8 +172,7 @@ class StateTile {
   }
 
   __device__ void copy_factors(int sub, StateStage& to) const {
-    const SubChunkFactors from =
-        w_.factors.of(chunk_index(sub / kSubChunks), sub % kSubChunks, head_);
+    const SubChunkFactors from = w_.factors.of(first_chunk_, sub, head_);
     const int width = w_.factors.width;
     const int token = static_cast<int>(threadIdx.x) / 8, row = static_cast<int>(threadIdx.x) % 8 * 4;
     if (first_row_ + row < width) {
@@ -251,6 +251,8 @@ class StateTile {
   const int index_;  // of the segment
   const int64_t head_;
   const TimeTile segment_;
+  const ChunkSize chunk_;
+  const int64_t first_chunk_;  // its index
   const FloatRows v_, d_o_;
   float state_[4][4];
   Precise<float> decay_ = {1.0f, 0.0f};  // of the segment, a row in each of the first threads

@@ -43,12 +43,28 @@ int output_stages(const GlaParams& p, int tiles, int shared_bytes) {
   return stages;
 }
 
-int gradient_bytes(const GlaParams& p, int rows) {
+int gradient_bytes(const GlaParams& p, int rows, ChunkSize chunk) {
   const auto value_dim = static_cast<int>(p.value_dim);
-  return rows == 32 ? GradientShared<32>::bytes(value_dim) : GradientShared<16>::bytes(value_dim);
+  return rows == 32 ? GradientShared<32>::bytes(value_dim, chunk)
+                    : GradientShared<16>::bytes(value_dim, chunk);
 }
-int gradient_rows(const GlaParams& p, int shared_bytes) {
-  return p.key_dim > 16 && gradient_bytes(p, 32) <= shared_bytes ? 32 : 16;
+int gradient_rows(const GlaParams& p, ChunkSize chunk, int shared_bytes) {
+  return p.key_dim > 16 && gradient_bytes(p, 32, chunk) <= shared_bytes ? 32 : 16;
+}
+
+/// The shortest chunks whose states take less memory than a row of q and one of v; of few chunks and
+/// heads, the shortest that there are, since more of them work side by side.
+ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
+  ChunkSize chunk;
+  const int64_t longest = std::max<int64_t>(1, p.layout.batch * p.layout.time / kMostChunk);
+  if (longest * p.heads * ceil_div(p.key_dim, 32) < 4 * limits.multiprocessors) {
+    return chunk;
+  }
+  while (chunk.tokens() < kMostChunk &&
+         p.key_dim * p.value_dim > chunk.tokens() * (p.key_dim + p.value_dim)) {
+    ++chunk.bits;
+  }
+  return chunk;
 }
 
 /// Tokens of a segment of the state scans, or 0 where their blocks keep the device busy as they
@@ -58,15 +74,17 @@ int64_t choose_segment(const GlaParams& p, int directions, int multiprocessors) 
   const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
   const int64_t blocks = directions * sequences * p.heads * ceil_div(p.key_dim, kStateRows) *
                          ceil_div(p.value_dim, kStateColumns);
-  const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kChunk);
+  const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kMostChunk);
   const int64_t parts = std::min(4 * multiprocessors / blocks, chunks / kFewestChunks);
-  return parts < kFewestParts ? 0 : ceil_div(chunks, parts) * kChunk;
+  return parts < kFewestParts ? 0 : ceil_div(chunks, parts) * kMostChunk;
 }
 
 // ---- The workspace ----
 
-ChunkFactors factors_of(const GlaParams& p) {
-  return {.heads = p.heads, .width = rounded_to_fours(static_cast<int>(p.key_dim))};
+ChunkFactors factors_of(const GlaParams& p, ChunkSize chunk) {
+  return {.heads = p.heads,
+          .width = rounded_to_fours(static_cast<int>(p.key_dim)),
+          .chunk = chunk};
 }
 
 /// Its parts, in floats: factors of all sub-chunks, states of chunks, maps of segments, and dlog f a
@@ -75,8 +93,11 @@ struct Workspace {
   int64_t factors, states, segment_states, segment_decays, gate_channels;
   int directions;
 
-  Workspace(const GlaParams& p, int64_t chunks, int64_t segments, int scans)
-      : factors(factors_of(p).floats(chunks)),
+  Workspace(const GlaParams& p, ChunkSize chunk, int64_t segments, int scans)
+      : Workspace(p, factors_of(p, chunk), time_tiles(p.layout, chunk.tokens()).count, segments,
+                  scans) {}
+  Workspace(const GlaParams& p, const ChunkFactors& of, int64_t chunks, int64_t segments, int scans)
+      : factors(of.floats(chunks)),
         states(chunks * p.heads * p.key_dim * p.value_dim),
         segment_states(segments * p.heads * p.key_dim * p.value_dim),
         segment_decays(segments * p.heads * p.key_dim),
@@ -98,7 +119,6 @@ struct Workspace {
       memory += count;
       return part;
     };
-    scan->factors = factors_of(scan->params);
     scan->factors.data = take(factors);
     for (int i = 0; i < directions; ++i) {
       scan->states[i] = take(states);
@@ -109,16 +129,12 @@ struct Workspace {
   }
 };
 
-/// Whether outputs are made of whole sequences instead of chunks: where their tiles fill the device,
-/// or a launch for the states of chunks would take longer than they do one after another. Packed
-/// sequences may be a long one and short ones.
+/// Whether outputs are made of whole sequences instead of chunks: where their tiles fill the device.
+/// Then no states of chunks are needed for them. Packed sequences may be a long one and short ones.
 bool goes_by_sequences(const GlaParams& p, const DeviceLimits& limits) {
-  constexpr int64_t kShortTime = 4 * kChunk;
   const int64_t columns = 32 * output_tiles(p, limits.shared_bytes);
   return p.layout.offsets == nullptr &&
-         (p.layout.time <= kShortTime || p.layout.sequences * p.heads *
-                                                 ceil_div(p.value_dim, columns) >=
-                                             limits.multiprocessors);
+         p.layout.sequences * p.heads * ceil_div(p.value_dim, columns) >= limits.multiprocessors;
 }
 
 cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
@@ -132,20 +148,30 @@ cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
   if (plan->segment_time > 0) {
     plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }
-  plan->partials = time_tiles(p.layout, kChunk).count;
+  const ChunkSize chunk = choose_chunk(p, limits);
+  plan->partials = time_tiles(p.layout, chunk.tokens()).count;
   plan->workspace_bytes =
-      Workspace(p, plan->partials, plan->segments, directions == 1 ? scans : directions).bytes();
+      Workspace(p, chunk, plan->segments, directions == 1 ? scans : directions).bytes();
   return cudaSuccess;
 }
 
 // ---- Launches ----
 
+StateScan new_scan(const GlaParams& p, const DeviceLimits& limits) {
+  StateScan scan;
+  scan.params = p;
+  scan.factors = factors_of(p, choose_chunk(p, limits));
+  scan.chunks = time_tiles(p.layout, scan.factors.chunk.tokens());
+  return scan;
+}
+
 cudaError_t launch_factors(const StateScan& scan, cudaStream_t stream) {
   const FactorWork work = {scan.params, scan.chunks, scan.factors};
   const int threads = std::min(kFactorThreads, static_cast<int>(ceil_div(
                                                    scan.factors.width * kGroups, 32) * 32));
-  return launch_early<&chunk_factors_kernel>(scan.chunks.count * kSubChunks * scan.params.heads,
-                                             dim3(threads), 0, stream, work);
+  const int64_t blocks =
+      scan.chunks.count * scan.factors.chunk.sub_chunks() * scan.params.heads;
+  return launch_early<&chunk_factors_kernel>(blocks, dim3(threads), 0, stream, work);
 }
 
 cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t stream) {
@@ -164,8 +190,7 @@ cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t st
 cudaError_t find_states(StateScan scan, int directions, cudaStream_t stream) {
   const GlaParams& p = scan.params;
   scan.divided = p.plan.segment_time > 0;
-  const int64_t whole = std::max<int64_t>(1, ceil_div(p.layout.time, kChunk)) * kChunk;
-  scan.segments = time_tiles(p.layout, scan.divided ? p.plan.segment_time : whole);
+  scan.segments = time_tiles(p.layout, scan.divided ? p.plan.segment_time : p.layout.time + 1);
   if (scan.divided) {
     StateScan maps = scan;
     maps.maps = true;
@@ -225,7 +250,7 @@ cudaError_t launch_outputs(const StateScan& scan, const HeadSeries& values, cons
 template <int kRows>
 cudaError_t launch_gradients(const ChunkGradients& work, cudaStream_t stream) {
   const GlaParams& p = work.params.forward;
-  const int bytes = gradient_bytes(p, kRows);
+  const int bytes = gradient_bytes(p, kRows, work.factors.chunk);
   constexpr auto* kKernel = &chunk_gradients_kernel<kRows>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const int64_t blocks = work.chunks.count * p.heads * ceil_div(p.key_dim, kRows);
@@ -256,7 +281,7 @@ cudaError_t fp32_backward_fits(const GlaBackwardParams& b, bool* fits) {
   if (*fits) {
     DeviceLimits limits;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-    *fits = gradient_bytes(b.forward, 16) <= limits.shared_bytes;
+    *fits = gradient_bytes(b.forward, 16, choose_chunk(b.forward, limits)) <= limits.shared_bytes;
   }
   return cudaSuccess;
 }
@@ -270,12 +295,10 @@ cudaError_t fp32_forward(const GlaParams& p, cudaStream_t stream) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const bool by_sequences = goes_by_sequences(p, limits);
-  StateScan scan;
-  scan.params = p;
-  scan.chunks = time_tiles(p.layout, kChunk);
+  StateScan scan = new_scan(p, limits);
   scan.initial[0] = p.h0;
   scan.final[0] = p.h_final;
-  Workspace(p, scan.chunks.count, p.plan.segments, by_sequences ? 0 : 1)
+  Workspace(p, scan.factors.chunk, p.plan.segments, by_sequences ? 0 : 1)
       .assign(p.workspace, &scan);
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_factors(scan, stream));
   if (!by_sequences) {
@@ -288,15 +311,13 @@ cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   const GlaParams& p = b.forward;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  StateScan scan;
-  scan.params = p;
+  StateScan scan = new_scan(p, limits);
   scan.d_o = b.d_o;
-  scan.chunks = time_tiles(p.layout, kChunk);
   scan.initial[0] = p.h0;
   scan.initial[1] = b.dh_final;
   scan.final[1] = b.dh0;
   float* const gate_channels =
-      Workspace(p, scan.chunks.count, p.plan.segments, kDirections).assign(p.workspace, &scan);
+      Workspace(p, scan.factors.chunk, p.plan.segments, kDirections).assign(p.workspace, &scan);
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_factors(scan, stream));
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       find_states(scan, goes_by_sequences(p, limits) ? 1 : kDirections, stream));
@@ -307,7 +328,7 @@ cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
                                scan.states[0],
                                scan.states[1],
                                gate_channels};
-  TIDEGATE_RETURN_IF_CUDA_ERROR(gradient_rows(p, limits.shared_bytes) == 32
+  TIDEGATE_RETURN_IF_CUDA_ERROR(gradient_rows(p, scan.factors.chunk, limits.shared_bytes) == 32
                                     ? launch_gradients<32>(work, stream)
                                     : launch_gradients<16>(work, stream));
   return p.gate_per_head ? sum_gate_channels(b, gate_channels, stream) : cudaSuccess;

@@ -13,9 +13,9 @@
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
-/// Tokens of a chunk, between which states are kept in device memory, of a sub-chunk, which a block
-/// of threads takes at a time, and of a lane.
-constexpr int kChunk = 64, kTokens = 16, kLaneTokens = 4;
+/// Tokens of a sub-chunk, which a block of threads takes at a time, and of a lane; and the most of a
+/// chunk, between which states are kept in device memory.
+constexpr int kTokens = 16, kLaneTokens = 4, kMostChunk = 64;
 constexpr int kGroups = kTokens / kLaneTokens;
 
 /// Rows of one head in float32: row k is what the k-th step of the scan sees.

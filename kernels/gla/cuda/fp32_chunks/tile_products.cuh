@@ -86,11 +86,29 @@ __device__ inline float sum_of_parts(const float* parts, int token, int row) {
 /// What a state is multiplied by: a factor a row of its tile in shared memory, or a column.
 enum class DecayOf : bool { kRow, kColumn };
 
+template <int kRows>
+__device__ inline void load_rows(const float* from, float (&rows)[kRows]) {
+  if constexpr (kRows == 2) {
+    const auto both = *reinterpret_cast<const float2*>(from);
+    rows[0] = both.x;
+    rows[1] = both.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4) {
+      const float4 all = four(from + i);
+      rows[i] = all.x;
+      rows[i + 1] = all.y;
+      rows[i + 2] = all.z;
+      rows[i + 3] = all.w;
+    }
+  }
+}
+
 /// after[row][column] = total before[row][column] + sum over 16 tokens of x[t][row] y[t][column];
 /// `after` may be `before`. Rows of the state and of y are `stride` apart, those of x `x_stride`.
 /// By `threads` threads, of which this one is `thread`; kRows rows and four columns each at a time.
 template <int kRows, DecayOf kDecay>
-__device__ inline void update_state(const float* before, float* after, const float* total,
+__device__ inline void update_rows(const float* before, float* after, const float* total,
                                     const float* x, int x_stride, const float* y, int stride,
                                     int rows, int width, int thread, int threads) {
   const int fours = width / 4;
@@ -112,17 +130,14 @@ __device__ inline void update_state(const float* before, float* after, const flo
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const float4 ys = four(y + t * stride + column);
+      float of_row[kRows];
+      load_rows(x + t * x_stride + row, of_row);
 #pragma unroll
-      for (int i = 0; i < kRows; i += 4) {
-        const float4 xs = four(x + t * x_stride + row + i);
-        const float of_row[4] = {xs.x, xs.y, xs.z, xs.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          s[i + j].x = fmaf(of_row[j], ys.x, s[i + j].x);
-          s[i + j].y = fmaf(of_row[j], ys.y, s[i + j].y);
-          s[i + j].z = fmaf(of_row[j], ys.z, s[i + j].z);
-          s[i + j].w = fmaf(of_row[j], ys.w, s[i + j].w);
-        }
+      for (int i = 0; i < kRows; ++i) {
+        s[i].x = fmaf(of_row[i], ys.x, s[i].x);
+        s[i].y = fmaf(of_row[i], ys.y, s[i].y);
+        s[i].z = fmaf(of_row[i], ys.z, s[i].z);
+        s[i].w = fmaf(of_row[i], ys.w, s[i].w);
       }
     }
 #pragma unroll
@@ -136,6 +151,22 @@ __device__ inline void update_state(const float* before, float* after, const flo
       row += kRows;
     }
   }
+}
+
+/// The same in up to kMostRows rows at a time, in fewer where most threads would have nothing to do.
+template <int kMostRows, DecayOf kDecay>
+__device__ inline void update_state(const float* before, float* after, const float* total,
+                                    const float* x, int x_stride, const float* y, int stride,
+                                    int rows, int width, int thread, int threads) {
+  if constexpr (kMostRows > 2) {
+    if (2 * (rows / kMostRows) * (width / 4) <= threads) {
+      update_state<kMostRows / 2, kDecay>(before, after, total, x, x_stride, y, stride, rows, width,
+                                          thread, threads);
+      return;
+    }
+  }
+  update_rows<kMostRows, kDecay>(before, after, total, x, x_stride, y, stride, rows, width, thread,
+                                 threads);
 }
 
 }  // namespace tidegate::kernels::gla::fp32_chunks
