@@ -512,8 +512,9 @@ TEST_P(GlaCudaFp32Chunks, Sanitize) {
     GlaShape shape = vary(6 + i);
     shape.has_states = true;
     shape.batch = shape.heads = 1;
+    shape.heads = i == 0 ? 70 : 1;  // enough for long chunks
     shape.time = i == 1 ? 64 * 8 * 4 : 83;
-    shape.key_dim = i == 1 ? 17 : 70;
+    shape.key_dim = i == 1 ? 17 : 40;
     shape.value_dim = i == 0 ? 33 : 20;
     if (i == 2) pack(&shape, 0);
     check(shape);

@@ -16,7 +16,7 @@
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
-/// How many sub-chunks a chunk has: 1, 2 or 4.
+/// How many sub-chunks a chunk has: a power of two, up to four.
 struct ChunkSize {
   int bits = 0;
 

@@ -16,7 +16,6 @@
 // they are): nothing is divided by a decay, and dlog f is no difference of long sums.
 
 #include "kernels/common/cuda/launch.cuh"
-#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 #include "kernels/gla/cuda/fp32_chunks/tile_products.cuh"
@@ -38,14 +37,12 @@ constexpr int kPairStride = kTokens + 4, kPairSize = kTokens * kPairStride;
 template <int kRows>
 struct GradientShared {
   static constexpr int kShares = kWarps / 2;
-  int stride;                   // of rows of V columns
-  float* first_kept;            // S before sub-chunks 1, 2, 3; in the end the first one's
-  float* gradient;              // D
-  float* tiles;                 // three of v or do: [tokens] rows
-  float *factor, *total;        // k~ or q~: [tokens][channels], and the total decays
-  float* through;               // the sums over V of S o D
-  float* parts;                 // of w; then of S do, and of D v; at first factors, too
-  float *pairs, *pairs_back;    // w, [t][s] and [s][t]
+  int stride;                         // of rows of V columns
+  float* first_kept;                  // S before all sub-chunks but the first; in the end its own
+  float *gradient, *value, *d_out;    // D; v and do, [tokens] rows
+  float *factor, *total, *through;    // [tokens][channels], [channels], [channels]
+  float *parts;                       // of w; then of S do, and of D v
+  float *pairs, *pairs_back;          // w, [t][s] and [s][t]
 
   __host__ __device__ GradientShared(float* memory, int value_dim, ChunkSize chunk)
       : stride(padded_stride(value_dim)) {
@@ -54,21 +51,20 @@ struct GradientShared {
       memory += count;
       return part;
     };
-    static_assert(kPairSize <= kPartSize);
     const int kept_states = chunk.bits == 0 ? 1 : chunk.sub_chunks() - 1;
     first_kept = take(kept_states * kRows * stride);
     gradient = take(kRows * stride);
-    tiles = take(3 * kTokens * stride);
+    value = take(kTokens * stride);
+    d_out = take(kTokens * stride);
     factor = take(kTokens * kRows);
     total = take(kRows);
     through = take(kRows);
+    static_assert(kPairSize <= kPartSize);
     parts = take(kWarps * kPartSize);
     pairs = take(kPairSize);
     pairs_back = take(kPairSize);
     floats_ = memory;
   }
-
-  __device__ float* tile(int i) const { return tiles + i * kTokens * stride; }
 
   /// Where S before a sub-chunk is; the first one's has no place of its own.
   __device__ float* kept(int sub) const {
@@ -200,7 +196,6 @@ class GradientTile {
         head_(blockIdx.x / tiles_ % p_.heads),
         chunk_(find_time_tile(w.chunks, index_)),
         inputs_(p_, chunk_.sequence, p_.layout.reverse, head_),
-        v_(p_.v, chunk_.sequence, p_.layout.reverse, head_),
         d_o_(w.params.d_o, chunk_.sequence, p_.layout.reverse, head_),
         dq_(w.params.dq, chunk_.sequence, p_.layout.reverse, head_),
         dk_(w.params.dk, chunk_.sequence, p_.layout.reverse, head_),
@@ -212,28 +207,20 @@ class GradientTile {
       const int last = (chunk_.tokens - 1) / kTokens;
       load_state(w_.states, shared_.kept(0));
       load_state(w_.gradients, shared_.gradient);
-      find_states(last);
-      // Tiles of v and do change places: what is over is where the next sub-chunk's are copied.
-      Tiles tiles = {shared_.tile(0), shared_.tile(1), shared_.tile(2)};
-      copy_values(v_, last, tiles.value);
-      copy_values(d_o_, last, tiles.d_out);
-      commit_copies();
+      for (int sub = 0; sub < last; ++sub) {
+        advance(sub);
+      }
       for (int sub = last; sub >= 0; --sub) {
         if (sub == 0 && last > 0) {
           load_state(w_.states, shared_.kept(0));  // S before sub-chunk 1 has been there
         }
-        find_gradients(sub, tiles);
-        tiles = {tiles.spare, tiles.value, tiles.d_out};
+        find_gradients(sub);
       }
     }
     store_dgamma();
   }
 
  private:
-  struct Tiles {
-    float *value, *d_out, *spare;
-  };
-
   // ---- loads ----
 
   __device__ bool has_channel() const { return static_cast<int>(threadIdx.x) < kRows * kGroups; }
@@ -254,43 +241,25 @@ class GradientTile {
     }
   }
 
-  /// Copies a sub-chunk's rows of v or do to a tile.
-  __device__ void copy_values(const FloatRows& from, int sub, float* to) const {
-    for (int token = warp_index(); token < kTokens; token += kWarps) {
-      for (int column = lane_index(); column < width_; column += 32) {
-        float* const at = to + token * shared_.stride + column;
-        if (token < count(sub) && column < value_dim_) {
-          copy_async<4>(at, from.at(first(sub) + token, column));
-        } else {
-          *at = 0;
-        }
+  /// v, or do as well, of a sub-chunk.
+  template <bool kWithGradient>
+  __device__ void load_values(int sub) const {
+    constexpr int kRounds = kTokens / kWarps;
+    for (int column = lane_index(); column < width_; column += 32) {
+      float v[kRounds], d_o[kRounds];
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int token = warp_index() + i * kWarps, step = first(sub) + token;
+        const bool exists = token < count(sub) && column < value_dim_;
+        v[i] = exists ? inputs_.raw_value(step, column) : 0.0f;
+        d_o[i] = kWithGradient && exists ? d_o_.load<float>(step, column) : 0.0f;
       }
-    }
-  }
-  /// Of v's tile what this thread has copied.
-  __device__ void activate_values(float* tile) const {
-    if (p_.v_activation == InputActivation::kNone) {
-      return;
-    }
-    for (int token = warp_index(); token < kTokens; token += kWarps) {
-      for (int column = lane_index(); column < width_; column += 32) {
-        float& v = tile[token * shared_.stride + column];
-        v = column < value_dim_ ? inputs_.value_of(v) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int at = (warp_index() + i * kWarps) * shared_.stride + column;
+        shared_.value[at] = inputs_.value_of(v[i]);
+        if (kWithGradient) shared_.d_out[at] = d_o[i];
       }
-    }
-  }
-
-  /// Copies k~ or q~ of the tile's channels, and then the total decays.
-  __device__ void copy_factors(int sub, const float* SubChunkFactors::* which, float* to) const {
-    const SubChunkFactors from = w_.factors.of(index_, sub, head_);
-    const int width = w_.factors.width, fours = kRows / 4;
-    const auto thread = static_cast<int>(threadIdx.x);
-    const int row = thread % fours * 4, token = thread / fours;
-    if (token < kTokens && first_row_ + row < width) {
-      copy_async<16>(to + thread * 4, from.*which + token * width + first_row_ + row);
-    }
-    if (thread < kRows && first_row_ + thread < width) {
-      copy_async<4>(to + kTokens * kRows + thread, from.total + first_row_ + thread);
     }
   }
 
@@ -303,49 +272,42 @@ class GradientTile {
 
   // ---- forward, from one sub-chunk's state to the next one's ----
 
-  /// S before sub-chunks 1 to `last`. A sub-chunk's inputs are copied during the one before.
-  __device__ void find_states(int last) const {
-    const auto factor = [this](int sub) { return sub % 2 == 0 ? shared_.factor : shared_.parts; };
-    const auto copy = [this, last, factor](int sub) {
-      if (sub < last) {
-        copy_factors(sub, &SubChunkFactors::key, factor(sub));
-        copy_values(v_, sub, shared_.tile(sub % 2));
-      }
-      commit_copies();
-    };
-    copy(0);
-    for (int sub = 0; sub < last; ++sub) {
-      wait_for_copies<0>();
-      activate_values(shared_.tile(sub % 2));
-      __syncthreads();
-      copy(sub + 1);
-      update_state<4, DecayOf::kRow>(shared_.kept(sub), shared_.kept(sub + 1),
-                                     factor(sub) + kTokens * kRows, factor(sub), kRows,
-                                     shared_.tile(sub % 2), shared_.stride, kRows, width_,
-                                     static_cast<int>(threadIdx.x), kThreads);
-    }
+  __device__ void advance(int sub) const {
+    load_factors(sub, &SubChunkFactors::key);
+    load_values<false>(sub);
     __syncthreads();
+    update_state<4, DecayOf::kRow>(shared_.kept(sub), shared_.kept(sub + 1), shared_.total,
+                                   shared_.factor, kRows, shared_.value, shared_.stride, kRows,
+                                   width_, static_cast<int>(threadIdx.x), kThreads);
+    __syncthreads();
+  }
+
+  /// k~ or q~ of the tile's channels, and the total decays.
+  __device__ void load_factors(int sub, const float* SubChunkFactors::* which) const {
+    const SubChunkFactors from = w_.factors.of(index_, sub, head_);
+    const int width = w_.factors.width, fours = kRows / 4;
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread < kTokens * fours) {
+      const int row = first_row_ + thread % fours * 4;
+      *reinterpret_cast<float4*>(shared_.factor + thread * 4) =
+          row < width ? four(from.*which + thread / fours * width + row) : float4{};
+    }
+    if (thread < kRows) {
+      shared_.total[thread] = first_row_ + thread < width ? from.total[first_row_ + thread] : 1.0f;
+    }
   }
 
   // ---- back, with the gradient of the state ----
 
-  __device__ void find_gradients(int sub, const Tiles& tiles) {
-    wait_for_copies<0>();
-    activate_values(tiles.value);
-    __syncthreads();
+  __device__ void find_gradients(int sub) {
     RawTokens raw;
     if (has_channel()) raw = load_tokens(sub);
-    copy_factors(sub, &SubChunkFactors::query, shared_.factor);
-    commit_copies();
-    multiply_values(tiles);
+    load_factors(sub, &SubChunkFactors::query);
+    load_values<true>(sub);
     __syncthreads();
-    multiply_states(shared_.kept(sub), tiles);
-    if (sub > 0) {  // v is done with
-      copy_values(v_, sub - 1, tiles.spare);
-      copy_values(d_o_, sub - 1, tiles.value);
-    }
-    commit_copies();
-    wait_for_copies<1>();
+    multiply_values();
+    __syncthreads();
+    multiply_states(shared_.kept(sub));
     __syncthreads();
     if (has_channel()) {
       const LaneTokens tokens = raw.tokens(inputs_, p_.gate_kind == GateKind::kLogit, gamma_);
@@ -355,39 +317,39 @@ class GradientTile {
       store_results(sub, tokens, gradients);
     }
     if (sub > 0) {
-      take_up(tiles.d_out);
+      take_up();
       __syncthreads();
     }
   }
 
   /// The next D: by the threads that have no channels to descend with, where there are as many.
-  __device__ void take_up(const float* d_out) const {
+  __device__ void take_up() const {
     const int others = kThreads - kRows * kGroups;
     const int thread = static_cast<int>(threadIdx.x) - kRows * kGroups;
     if (thread >= 0) {
       update_state<4, DecayOf::kRow>(shared_.gradient, shared_.gradient, shared_.total,
-                                     shared_.factor, kRows, d_out, shared_.stride, kRows,
+                                     shared_.factor, kRows, shared_.d_out, shared_.stride, kRows,
                                      width_, thread, others);
     }
   }
 
   /// w = do v^T, by some columns a warp.
-  __device__ void multiply_values(const Tiles& tiles) const {
+  __device__ void multiply_values() const {
     const ColumnShare share(width_, warp_index(), kWarps);
     ProductPart<2> pairs;
-    pairs.add(tiles.d_out, tiles.value, shared_.stride, share.first, share.last);
+    pairs.add(shared_.d_out, shared_.value, shared_.stride, share.first, share.last);
     pairs.store<kPairStride>(shared_.parts + warp_index() * kPairSize);
   }
 
   /// Half of the warps multiply with either state, by some columns each; then the rows of both.
   /// The parts of w, which lie where those of the products will, are added up first.
-  __device__ void multiply_states(const float* state, const Tiles& tiles) const {
+  __device__ void multiply_states(const float* state) const {
     const int stride = shared_.stride, warp = warp_index();
     const float pair = sum_of_pair_parts();
     const ColumnShare share(width_, warp % Shared::kShares, Shared::kShares);
     const bool of_state = warp < Shared::kShares;
     ProductPart<kRows / 8> product;
-    product.add(of_state ? tiles.d_out : tiles.value, of_state ? state : shared_.gradient,
+    product.add(of_state ? shared_.d_out : shared_.value, of_state ? state : shared_.gradient,
                 stride, share.first, share.last);
     __syncthreads();
     product.store<kPartStride>(shared_.parts + warp * kPartSize);
@@ -527,7 +489,7 @@ class GradientTile {
   const int64_t head_;
   const TimeTile chunk_;
   const Inputs inputs_;
-  const FloatRows v_, d_o_, dq_, dk_, dgate_;
+  const FloatRows d_o_, dq_, dk_, dgate_;
   const float gamma_;  // of the lane's channel
   Sum<float, true> dgamma_;
 };

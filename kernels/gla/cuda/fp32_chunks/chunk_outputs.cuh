@@ -19,9 +19,6 @@
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
-/// Sub-chunks that a block has in shared memory, the one that it works on among them.
-constexpr int kFewestOutputStages = 2, kMostOutputStages = 4;
-
 struct ChunkOutputs {
   GlaParams params = {};
   HeadSeries values = {};         // v or do
@@ -30,7 +27,6 @@ struct ChunkOutputs {
   TimeTiles chunks = {};
   TimeTiles blocks = {};          // what a block of threads takes: chunks, or whole sequences
   const float* states = nullptr;  // of chunks: [chunk index, H, K, V], S before or D after them
-  int stages = kFewestOutputStages;
   // Of whole sequences: [N, H, K, V]; null means zero, and not asked for. `kept` gets D after every
   // chunk: [chunk index, H, K, V].
   bool whole = false;
@@ -60,7 +56,7 @@ struct OutputShared {
   static constexpr int kColumns = 32 * kTiles, kShares = kWarps / kTiles;
   int stride;            // of rows of K channels
   float *state, *parts;  // [columns] rows of K; of the product, a warp each
-  float* stages;         // as many as the launch says
+  float* stages;         // two
 
   __host__ __device__ OutputShared(float* memory, int key_dim)
       : stride(padded_stride(key_dim)),
@@ -72,10 +68,9 @@ struct OutputShared {
     return {stages + i * OutputStage::floats(stride, kColumns), stride};
   }
 
-  static int bytes(int key_dim, int stages) {
+  static int bytes(int key_dim) {
     const int stride = padded_stride(key_dim);
-    return (kColumns * stride + kWarps * kPartSize +
-            stages * OutputStage::floats(stride, kColumns)) *
+    return (kColumns * stride + kWarps * kPartSize + 2 * OutputStage::floats(stride, kColumns)) *
            static_cast<int>(sizeof(float));
   }
 };
@@ -111,18 +106,15 @@ class OutputTile {
     }
     const int subs = (block_.tokens + kTokens - 1) / kTokens;
     load_state(w_.whole ? w_.initial : w_.states);
-    const int ahead = w_.stages - 1;
-    for (int i = 0; i < ahead; ++i) {
-      copy(place(i, subs), i < subs, i);
-    }
+    if (subs > 0) copy(place(0, subs), 0);
     for (int i = 0; i < subs; ++i) {
-      const int sub = place(i, subs), stage = i % w_.stages;
-      wait_for_stage(stage);
+      const int sub = place(i, subs), stage = i % 2;
+      wait_for_copies(stage);
       __syncthreads();
       if (kAdjoint && w_.kept != nullptr && (i == 0 || w_.factors.chunk.is_last(sub))) {
         store_state(w_.kept, first_chunk_ + w_.factors.chunk.chunk_of(sub));
       }
-      copy(place(i + ahead, subs), i + ahead < subs, (i + ahead) % w_.stages);
+      if (i + 1 < subs) copy(place(i + 1, subs), 1 - stage);
       multiply(stage);
       __syncthreads();
       finish(sub, stage);
@@ -170,16 +162,8 @@ class OutputTile {
 
   // ---- a sub-chunk's copies to shared memory ----
 
-  /// A group of copies, empty where the sub-chunk does not exist.
-  __device__ void copy(int sub, bool exists, int stage) const {
-    if (exists) {
-      copy_factors(sub, shared_.stage(stage));
-      copy_values(sub, shared_.stage(stage));
-    }
-    commit_copies();
-  }
-
-  __device__ void copy_factors(int sub, const OutputStage& to) const {
+  __device__ void copy(int sub, int stage) const {
+    const OutputStage to = shared_.stage(stage);
     const SubChunkFactors from = w_.factors.of(first_chunk_, sub, head_);
     const auto thread = static_cast<int>(threadIdx.x);
     // Rows lie one after another: those of q~ and of k~.
@@ -203,9 +187,6 @@ class OutputTile {
     if (thread < kTokens * kTokens / 4) {
       copy_async<16>(to.scores + thread * 4, from.scores + thread * 4);
     }
-  }
-
-  __device__ void copy_values(int sub, const OutputStage& to) const {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       if (value_exists(i, sub)) {
@@ -214,6 +195,7 @@ class OutputTile {
         to.value[value_at(i)] = 0;
       }
     }
+    commit_copies();
   }
 
   static constexpr int kValues = kTokens * kColumns / kThreads;
@@ -225,18 +207,9 @@ class OutputTile {
     return values_.at(step(sub) + value_at(i) / kColumns, first_column_ + value_at(i) % kColumns);
   }
 
-  /// Waits for this thread's copies to the next stage, and activates its values.
-  __device__ void wait_for_stage(int stage) const {
-    switch (w_.stages) {  // those of later ones may be under way
-      case 4:
-        wait_for_copies<2>();
-        break;
-      case 3:
-        wait_for_copies<1>();
-        break;
-      default:
-        wait_for_copies<0>();
-    }
+  /// Waits for this thread's copies, and activates its values.
+  __device__ void wait_for_copies(int stage) const {
+    kernels::wait_for_copies<0>();
     if (!kAdjoint && p_.v_activation != InputActivation::kNone) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -304,9 +277,9 @@ class OutputTile {
 
   __device__ void take_up(int stage) const {
     const OutputStage from = shared_.stage(stage);
-    update_state<8, DecayOf::kColumn>(shared_.state, shared_.state, from.total, from.value, kColumns,
-                                   kAdjoint ? from.query : from.key, shared_.stride, kColumns,
-                                   width_, static_cast<int>(threadIdx.x), kThreads);
+    update_state<8, DecayOf::kColumn>(shared_.state, shared_.state, from.total, from.value,
+                                      kColumns, kAdjoint ? from.query : from.key, shared_.stride,
+                                      kColumns, width_, static_cast<int>(threadIdx.x), kThreads);
   }
 
   const ChunkOutputs& w_;

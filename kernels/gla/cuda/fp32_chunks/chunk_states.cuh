@@ -5,17 +5,18 @@
 //
 //   S = diag(total) S + k~^T v      D = diag(total) D + q~^T do      a sub-chunk at a time
 //
-// A block of threads has a tile of 32 x 64 of one head's state in registers, 4 x 4 a thread, and
+// A block of threads has a tile of 32 x 64 of one head's state in registers, 4 x 4 or 2 x 4 a thread, and
 // goes through a segment of a sequence. While it takes up a sub-chunk, those of the next three are on
 // their way to shared memory.
 
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
+#include "kernels/gla/cuda/fp32_chunks/tile_products.cuh"
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
-constexpr int kStateThreads = 128, kStateRows = 32, kStateColumns = 64;
+constexpr int kStateRows = 32, kStateColumns = 64;
 constexpr int kDirections = 2;  // S and D
 
 struct StateScan {
@@ -48,8 +49,11 @@ struct StateStage {
   float total[kStateRows];
 };
 
+/// Threads of a block, which have kRows rows and four columns each.
+constexpr int state_threads(int rows) { return kStateRows / rows * (kStateColumns / 4); }
+
 /// One tile's way through a segment. kAdjoint: D.
-template <bool kAdjoint>
+template <int kRows, bool kAdjoint>
 class StateTile {
  public:
   __device__ StateTile(const StateScan& w, StateStage (&stages)[kStateStages])
@@ -105,7 +109,7 @@ class StateTile {
 
  private:
   __device__ int seq_index() const { return static_cast<int>(segment_.sequence.index); }
-  __device__ int row(int i) const { return static_cast<int>(threadIdx.x) / 16 * 4 + i; }
+  __device__ int row(int i) const { return static_cast<int>(threadIdx.x) / 16 * kRows + i; }
   __device__ int column(int j) const { return static_cast<int>(threadIdx.x) % 16 * 4 + j; }
 
   // ---- sub-chunks, counted from the segment's start ----
@@ -134,7 +138,7 @@ class StateTile {
                                      : static_cast<const float*>(w_.initial[kAdjoint]);
     const int64_t index = w_.divided ? index_ : seq_index();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         state_[i][j] = from != nullptr && exists(i, j) ? from[place(index, i) + column(j)] : 0.0f;
@@ -143,7 +147,7 @@ class StateTile {
   }
   __device__ void store(float* to, int64_t index) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (exists(i, j)) to[place(index, i) + column(j)] = state_[i][j];
@@ -160,7 +164,8 @@ class StateTile {
 
   // ---- inputs ----
 
-  static constexpr int kValues = kTokens * kStateColumns / kStateThreads;
+  static constexpr int kThreads = state_threads(kRows);
+  static constexpr int kValues = kTokens * kStateColumns / kThreads;
 
   /// Copies a sub-chunk's inputs to shared memory: a group of copies, empty where it does not exist.
   __device__ void copy(int sub, bool exists, int stage) const {
@@ -175,7 +180,7 @@ class StateTile {
     const SubChunkFactors from = w_.factors.of(first_chunk_, sub, head_);
     const int width = w_.factors.width;
     const int token = static_cast<int>(threadIdx.x) / 8, row = static_cast<int>(threadIdx.x) % 8 * 4;
-    if (first_row_ + row < width) {
+    if (token < kTokens && first_row_ + row < width) {
       copy_async<16>(&to.factor[token][row],
                      (kAdjoint ? from.query : from.key) + token * width + first_row_ + row);
     }
@@ -199,7 +204,7 @@ class StateTile {
     }
   }
   __device__ int value_token(int i) const {
-    return (static_cast<int>(threadIdx.x) + i * kStateThreads) / kStateColumns;
+    return (static_cast<int>(threadIdx.x) + i * kThreads) / kStateColumns;
   }
   __device__ int value_column(int i) const {
     return static_cast<int>(threadIdx.x) % kStateColumns;
@@ -222,7 +227,7 @@ class StateTile {
       decay_ = decay_ * from.total[threadIdx.x];
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const float total = from.total[row(i)];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -231,11 +236,11 @@ class StateTile {
     }
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const float4 x = *reinterpret_cast<const float4*>(&from.factor[t][row(0)]);
-      const float4 y = *reinterpret_cast<const float4*>(&from.value[t][column(0)]);
-      const float xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+      float xs[kRows], ys[4];
+      load_rows(&from.factor[t][row(0)], xs);
+      load_rows(&from.value[t][column(0)], ys);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kRows; ++i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           state_[i][j] = fmaf(xs[i], ys[j], state_[i][j]);
@@ -254,19 +259,20 @@ class StateTile {
   const ChunkSize chunk_;
   const int64_t first_chunk_;  // its index
   const FloatRows v_, d_o_;
-  float state_[4][4];
+  float state_[kRows][4];
   Precise<float> decay_ = {1.0f, 0.0f};  // of the segment, a row in each of the first threads
 };
 
 /// blockIdx.y: the direction, of as many as there are; S alone in the forward pass.
-__global__ void __launch_bounds__(kStateThreads, 6)
+template <int kRows>
+__global__ void __launch_bounds__(state_threads(kRows), kRows == 4 ? 6 : 2)
     chunk_states_kernel(const __grid_constant__ StateScan w) {
   __shared__ __align__(16) StateStage stages[kStateStages];
   wait_for_kernels_before();
   if (blockIdx.y == 0) {
-    StateTile<false>(w, stages).run();
+    StateTile<kRows, false>(w, stages).run();
   } else {
-    StateTile<true>(w, stages).run();
+    StateTile<kRows, true>(w, stages).run();
   }
 }
 

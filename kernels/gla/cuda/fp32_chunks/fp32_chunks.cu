@@ -26,21 +26,12 @@ namespace {
 // exist and their states have room; else 32. Gradients: 32 channels, where their states have room;
 // else 16.
 
-int output_bytes(const GlaParams& p, int tiles, int stages) {
+int output_bytes(const GlaParams& p, int tiles) {
   const auto key_dim = static_cast<int>(p.key_dim);
-  return tiles == 2 ? OutputShared<2>::bytes(key_dim, stages)
-                    : OutputShared<1>::bytes(key_dim, stages);
+  return tiles == 2 ? OutputShared<2>::bytes(key_dim) : OutputShared<1>::bytes(key_dim);
 }
 int output_tiles(const GlaParams& p, int shared_bytes) {
-  return p.value_dim > 32 && output_bytes(p, 2, kFewestOutputStages) <= shared_bytes ? 2 : 1;
-}
-/// As many stages as leave room for two blocks of threads on a multiprocessor.
-int output_stages(const GlaParams& p, int tiles, int shared_bytes) {
-  int stages = kMostOutputStages;
-  while (stages > kFewestOutputStages && output_bytes(p, tiles, stages) > shared_bytes / 2) {
-    --stages;
-  }
-  return stages;
+  return p.value_dim > 32 && output_bytes(p, 2) <= shared_bytes ? 2 : 1;
 }
 
 int gradient_bytes(const GlaParams& p, int rows, ChunkSize chunk) {
@@ -52,19 +43,12 @@ int gradient_rows(const GlaParams& p, ChunkSize chunk, int shared_bytes) {
   return p.key_dim > 16 && gradient_bytes(p, 32, chunk) <= shared_bytes ? 32 : 16;
 }
 
-/// The shortest chunks whose states take less memory than a row of q and one of v; of few chunks and
-/// heads, the shortest that there are, since more of them work side by side.
+/// Chunks of 64 tokens, whose states take a quarter of the memory of shorter ones'; of 16 where the
+/// others are fewer than multiprocessors, since more of them work side by side then.
 ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
-  ChunkSize chunk;
-  const int64_t longest = std::max<int64_t>(1, p.layout.batch * p.layout.time / kMostChunk);
-  if (longest * p.heads * ceil_div(p.key_dim, 32) < 4 * limits.multiprocessors) {
-    return chunk;
-  }
-  while (chunk.tokens() < kMostChunk &&
-         p.key_dim * p.value_dim > chunk.tokens() * (p.key_dim + p.value_dim)) {
-    ++chunk.bits;
-  }
-  return chunk;
+  const int64_t chunks = std::max<int64_t>(1, p.layout.batch * p.layout.time / kMostChunk);
+  const bool few = chunks * p.heads * ceil_div(p.key_dim, 32) < limits.multiprocessors;
+  return {.bits = few ? 0 : kMostChunkBits};
 }
 
 /// Tokens of a segment of the state scans, or 0 where their blocks keep the device busy as they
@@ -174,16 +158,28 @@ cudaError_t launch_factors(const StateScan& scan, cudaStream_t stream) {
   return launch_early<&chunk_factors_kernel>(blocks, dim3(threads), 0, stream, work);
 }
 
+template <int kRows>
+cudaError_t launch_states(const StateScan& scan, int64_t blocks, int directions,
+                          cudaStream_t stream) {
+  return launch_early<&chunk_states_kernel<kRows>>(
+      dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(directions)),
+      dim3(state_threads(kRows)), 0, stream, scan);
+}
+
+/// Two rows of a state a thread where few blocks work: each is done sooner; else four, which takes
+/// fewer instructions.
 cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t stream) {
   const GlaParams& p = scan.params;
+  DeviceLimits limits;
+  TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   const int64_t blocks =
       scan.segments.count * p.heads * scan.row_tiles() * scan.column_tiles();
   if (blocks > std::numeric_limits<int>::max()) {
     return cudaErrorInvalidConfiguration;
   }
-  return launch_early<&chunk_states_kernel>(
-      dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(directions)), dim3(kStateThreads), 0,
-      stream, scan);
+  return blocks * directions < 2 * limits.multiprocessors
+             ? launch_states<2>(scan, blocks, directions, stream)
+             : launch_states<4>(scan, blocks, directions, stream);
 }
 
 /// The states at all chunks, by way of segments where the plan has them.
@@ -213,10 +209,9 @@ cudaError_t find_states(StateScan scan, int directions, cudaStream_t stream) {
 }
 
 template <int kTiles, bool kAdjoint>
-cudaError_t launch_outputs(ChunkOutputs work, int shared_bytes, cudaStream_t stream) {
+cudaError_t launch_outputs(const ChunkOutputs& work, cudaStream_t stream) {
   const GlaParams& p = work.params;
-  work.stages = output_stages(p, kTiles, shared_bytes);
-  const int bytes = output_bytes(p, kTiles, work.stages);
+  const int bytes = output_bytes(p, kTiles);
   constexpr auto* kKernel = &chunk_outputs_kernel<kTiles, kAdjoint>;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(bytes));
   const int64_t blocks = work.blocks.count * p.heads * ceil_div(p.value_dim, 32 * kTiles);
@@ -242,9 +237,8 @@ cudaError_t launch_outputs(const StateScan& scan, const HeadSeries& values, cons
     work.final = static_cast<float*>(scan.final[kAdjoint]);
     work.kept = kAdjoint ? scan.states[kAdjoint] : nullptr;
   }
-  return output_tiles(p, limits.shared_bytes) == 2
-             ? launch_outputs<2, kAdjoint>(work, limits.shared_bytes, stream)
-             : launch_outputs<1, kAdjoint>(work, limits.shared_bytes, stream);
+  return output_tiles(p, limits.shared_bytes) == 2 ? launch_outputs<2, kAdjoint>(work, stream)
+                                                   : launch_outputs<1, kAdjoint>(work, stream);
 }
 
 template <int kRows>
@@ -271,7 +265,7 @@ cudaError_t fp32_forward_fits(const GlaParams& p, bool* fits) {
   if (*fits) {
     DeviceLimits limits;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-    *fits = output_bytes(p, 1, kFewestOutputStages) <= limits.shared_bytes;
+    *fits = output_bytes(p, 1) <= limits.shared_bytes;
   }
   return cudaSuccess;
 }

@@ -15,7 +15,8 @@ namespace tidegate::kernels::gla::fp32_chunks {
 
 /// Tokens of a sub-chunk, which a block of threads takes at a time, and of a lane; and the most of a
 /// chunk, between which states are kept in device memory.
-constexpr int kTokens = 16, kLaneTokens = 4, kMostChunk = 64;
+constexpr int kTokens = 16, kLaneTokens = 4, kMostChunkBits = 2;
+constexpr int kMostChunk = kTokens << kMostChunkBits;
 constexpr int kGroups = kTokens / kLaneTokens;
 
 /// Rows of one head in float32: row k is what the k-th step of the scan sees.

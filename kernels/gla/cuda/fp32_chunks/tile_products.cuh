@@ -13,6 +13,25 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / 32; 
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ inline float4 four(const float* from) { return *reinterpret_cast<const float4*>(from); }
 
+/// Two, or whole fours, from shared memory.
+template <int kCount>
+__device__ inline void load_rows(const float* from, float (&rows)[kCount]) {
+  if constexpr (kCount == 2) {
+    const auto both = *reinterpret_cast<const float2*>(from);
+    rows[0] = both.x;
+    rows[1] = both.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const float4 all = four(from + i);
+      rows[i] = all.x;
+      rows[i + 1] = all.y;
+      rows[i + 2] = all.z;
+      rows[i + 3] = all.w;
+    }
+  }
+}
+
 /// Elements from one token to the next in a part of a product: four tokens that are four apart lie in
 /// different banks, eight neighbouring rows of each.
 constexpr int kPartStride = 34;
@@ -86,29 +105,11 @@ __device__ inline float sum_of_parts(const float* parts, int token, int row) {
 /// What a state is multiplied by: a factor a row of its tile in shared memory, or a column.
 enum class DecayOf : bool { kRow, kColumn };
 
-template <int kRows>
-__device__ inline void load_rows(const float* from, float (&rows)[kRows]) {
-  if constexpr (kRows == 2) {
-    const auto both = *reinterpret_cast<const float2*>(from);
-    rows[0] = both.x;
-    rows[1] = both.y;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kRows; i += 4) {
-      const float4 all = four(from + i);
-      rows[i] = all.x;
-      rows[i + 1] = all.y;
-      rows[i + 2] = all.z;
-      rows[i + 3] = all.w;
-    }
-  }
-}
-
 /// after[row][column] = total before[row][column] + sum over 16 tokens of x[t][row] y[t][column];
 /// `after` may be `before`. Rows of the state and of y are `stride` apart, those of x `x_stride`.
 /// By `threads` threads, of which this one is `thread`; kRows rows and four columns each at a time.
 template <int kRows, DecayOf kDecay>
-__device__ inline void update_rows(const float* before, float* after, const float* total,
+__device__ inline void update_state(const float* before, float* after, const float* total,
                                     const float* x, int x_stride, const float* y, int stride,
                                     int rows, int width, int thread, int threads) {
   const int fours = width / 4;
@@ -130,14 +131,17 @@ __device__ inline void update_rows(const float* before, float* after, const floa
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const float4 ys = four(y + t * stride + column);
-      float of_row[kRows];
-      load_rows(x + t * x_stride + row, of_row);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        s[i].x = fmaf(of_row[i], ys.x, s[i].x);
-        s[i].y = fmaf(of_row[i], ys.y, s[i].y);
-        s[i].z = fmaf(of_row[i], ys.z, s[i].z);
-        s[i].w = fmaf(of_row[i], ys.w, s[i].w);
+      for (int i = 0; i < kRows; i += 4) {
+        const float4 xs = four(x + t * x_stride + row + i);
+        const float of_row[4] = {xs.x, xs.y, xs.z, xs.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          s[i + j].x = fmaf(of_row[j], ys.x, s[i + j].x);
+          s[i + j].y = fmaf(of_row[j], ys.y, s[i + j].y);
+          s[i + j].z = fmaf(of_row[j], ys.z, s[i + j].z);
+          s[i + j].w = fmaf(of_row[j], ys.w, s[i + j].w);
+        }
       }
     }
 #pragma unroll
@@ -151,22 +155,6 @@ __device__ inline void update_rows(const float* before, float* after, const floa
       row += kRows;
     }
   }
-}
-
-/// The same in up to kMostRows rows at a time, in fewer where most threads would have nothing to do.
-template <int kMostRows, DecayOf kDecay>
-__device__ inline void update_state(const float* before, float* after, const float* total,
-                                    const float* x, int x_stride, const float* y, int stride,
-                                    int rows, int width, int thread, int threads) {
-  if constexpr (kMostRows > 2) {
-    if (2 * (rows / kMostRows) * (width / 4) <= threads) {
-      update_state<kMostRows / 2, kDecay>(before, after, total, x, x_stride, y, stride, rows, width,
-                                          thread, threads);
-      return;
-    }
-  }
-  update_rows<kMostRows, kDecay>(before, after, total, x, x_stride, y, stride, rows, width, thread,
-                                 threads);
 }
 
 }  // namespace tidegate::kernels::gla::fp32_chunks
