@@ -16,6 +16,7 @@
 // they are): nothing is divided by a decay, and dlog f is no difference of long sums.
 
 #include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/common/cuda/warp.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 #include "kernels/gla/cuda/fp32_chunks/tile_products.cuh"
@@ -207,12 +208,14 @@ class GradientTile {
       const int last = (chunk_.tokens - 1) / kTokens;
       load_state(w_.states, shared_.kept(0));
       load_state(w_.gradients, shared_.gradient);
+      commit_copies();
       for (int sub = 0; sub < last; ++sub) {
         advance(sub);
       }
       for (int sub = last; sub >= 0; --sub) {
         if (sub == 0 && last > 0) {
           load_state(w_.states, shared_.kept(0));  // S before sub-chunk 1 has been there
+          commit_copies();
         }
         find_gradients(sub);
       }
@@ -228,15 +231,17 @@ class GradientTile {
   __device__ int first(int sub) const { return chunk_.first + sub * kTokens; }
   __device__ int count(int sub) const { return sub_chunk_tokens(first(sub), chunk_.end()); }
 
-  /// Rows of the tile, from [K, V] of this chunk; zeros past K and V.
+  /// Copies the rows of the tile from [K, V] of this chunk; zeros past K and V.
   __device__ void load_state(const float* from, float* to) const {
     from += ((int64_t{index_} * p_.heads + head_) * key_dim_ + first_row_) * value_dim_;
     for (int row = warp_index(); row < kRows; row += kWarps) {
       for (int column = lane_index(); column < width_; column += 32) {
-        to[row * shared_.stride + column] =
-            first_row_ + row < key_dim_ && column < value_dim_
-                ? from[int64_t{row} * value_dim_ + column]
-                : 0.0f;
+        float* const element = to + row * shared_.stride + column;
+        if (first_row_ + row < key_dim_ && column < value_dim_) {
+          copy_async<4>(element, from + int64_t{row} * value_dim_ + column);
+        } else {
+          *element = 0;
+        }
       }
     }
   }
@@ -244,21 +249,26 @@ class GradientTile {
   /// v, or do as well, of a sub-chunk.
   template <bool kWithGradient>
   __device__ void load_values(int sub) const {
-    constexpr int kRounds = kTokens / kWarps;
-    for (int column = lane_index(); column < width_; column += 32) {
-      float v[kRounds], d_o[kRounds];
+    constexpr int kRounds = kTokens / kWarps, kBeside = 2;
+    for (int first_of = lane_index(); first_of < width_; first_of += 32 * kBeside) {
+      float v[kBeside][kRounds], d_o[kBeside][kRounds];
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        const int token = warp_index() + i * kWarps, step = first(sub) + token;
+      for (int i = 0; i < kBeside * kRounds; ++i) {
+        const int token = warp_index() + i % kRounds * kWarps, step = first(sub) + token;
+        const int column = first_of + i / kRounds * 32;
         const bool exists = token < count(sub) && column < value_dim_;
-        v[i] = exists ? inputs_.raw_value(step, column) : 0.0f;
-        d_o[i] = kWithGradient && exists ? d_o_.load<float>(step, column) : 0.0f;
+        v[i / kRounds][i % kRounds] = exists ? inputs_.raw_value(step, column) : 0.0f;
+        d_o[i / kRounds][i % kRounds] =
+            kWithGradient && exists ? d_o_.load<float>(step, column) : 0.0f;
       }
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        const int at = (warp_index() + i * kWarps) * shared_.stride + column;
-        shared_.value[at] = inputs_.value_of(v[i]);
-        if (kWithGradient) shared_.d_out[at] = d_o[i];
+      for (int i = 0; i < kBeside * kRounds; ++i) {
+        const int token = warp_index() + i % kRounds * kWarps;
+        const int column = first_of + i / kRounds * 32, at = token * shared_.stride + column;
+        if (column < width_) {
+          shared_.value[at] = inputs_.value_of(v[i / kRounds][i % kRounds]);
+          if (kWithGradient) shared_.d_out[at] = d_o[i / kRounds][i % kRounds];
+        }
       }
     }
   }
@@ -275,6 +285,7 @@ class GradientTile {
   __device__ void advance(int sub) const {
     load_factors(sub, &SubChunkFactors::key);
     load_values<false>(sub);
+    wait_for_copies<0>();  // of states
     __syncthreads();
     update_state<4, DecayOf::kRow>(shared_.kept(sub), shared_.kept(sub + 1), shared_.total,
                                    shared_.factor, kRows, shared_.value, shared_.stride, kRows,
@@ -304,6 +315,7 @@ class GradientTile {
     if (has_channel()) raw = load_tokens(sub);
     load_factors(sub, &SubChunkFactors::query);
     load_values<true>(sub);
+    wait_for_copies<0>();
     __syncthreads();
     multiply_values();
     __syncthreads();

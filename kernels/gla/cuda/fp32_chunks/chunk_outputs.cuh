@@ -121,6 +121,7 @@ class OutputTile {
       if (i + 1 < subs || w_.final != nullptr) take_up(stage);
     }
     if (w_.final != nullptr) {
+      kernels::wait_for_copies<0>();  // the state's, of an empty sequence
       __syncthreads();
       store_state(w_.final, block_.sequence.index);
     }
@@ -140,23 +141,28 @@ class OutputTile {
     const int lane = lane_index();
     for (int item = warp_index(); item < width_ / 4 * (kColumns / 8); item += kWarps) {
       const int k = item / (kColumns / 8) * 4 + lane / 8, v = item % (kColumns / 8) * 8 + lane % 8;
-      visit(shared_.state[v * shared_.stride + k], k < key_dim_ && first_column_ + v < value_dim_,
+      visit(&shared_.state[v * shared_.stride + k], k < key_dim_ && first_column_ + v < value_dim_,
             int64_t{k} * value_dim_ + v);
     }
   }
   __device__ int64_t state_place(int64_t index) const {
     return (index * p_.heads + head_) * key_dim_ * value_dim_ + first_column_;
   }
+  /// Copies, which the next group of copies has with it.
   __device__ void load_state(const float* from) const {
     const int64_t first = state_place(w_.whole ? block_.sequence.index : index_);
-    for_each_element([&](float& element, bool exists, int64_t at) {
-      element = exists && from != nullptr ? from[first + at] : 0.0f;
+    for_each_element([&](float* element, bool exists, int64_t at) {
+      if (exists && from != nullptr) {
+        copy_async<4>(element, from + first + at);
+      } else {
+        *element = 0;
+      }
     });
   }
   __device__ void store_state(float* to, int64_t index) const {
     const int64_t first = state_place(index);
-    for_each_element([&](float element, bool exists, int64_t at) {
-      if (exists) to[first + at] = element;
+    for_each_element([&](const float* element, bool exists, int64_t at) {
+      if (exists) to[first + at] = *element;
     });
   }
 
