@@ -442,7 +442,7 @@ TEST_P(GlaCudaFp32Chunks, LongChunks) {
   };
   uint32_t i = 0;
   for (const auto& [batch, heads, keys, values] :
-       {Size{1, 40, 97, 128}, Size{2, 40, 64, 35}, Size{1, 80, 40, 36}, Size{2, 72, 41, 39}}) {
+       {Size{1, 48, 97, 65}, Size{2, 40, 64, 35}, Size{1, 90, 40, 36}, Size{2, 72, 41, 39}}) {
     for (const bool packed : {false, true}) {
       GlaShape shape = vary(i++);
       shape.batch = batch;
@@ -512,10 +512,10 @@ TEST_P(GlaCudaFp32Chunks, Sanitize) {
     GlaShape shape = vary(6 + i);
     shape.has_states = true;
     shape.batch = shape.heads = 1;
-    shape.heads = i == 0 ? 70 : 1;  // enough for long chunks
+    shape.heads = i == 0 ? 120 : 1;  // enough for long chunks
     shape.time = i == 1 ? 64 * 8 * 4 : 83;
-    shape.key_dim = i == 1 ? 17 : 40;
-    shape.value_dim = i == 0 ? 33 : 20;
+    shape.key_dim = i == 0 ? 130 : i == 1 ? 17 : 40;
+    shape.value_dim = i == 0 ? 4 : i == 1 ? 20 : 33;
     if (i == 2) pack(&shape, 0);
     check(shape);
   }

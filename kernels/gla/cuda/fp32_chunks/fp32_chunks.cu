@@ -43,11 +43,11 @@ int gradient_rows(const GlaParams& p, ChunkSize chunk, int shared_bytes) {
   return p.key_dim > 16 && gradient_bytes(p, 32, chunk) <= shared_bytes ? 32 : 16;
 }
 
-/// Chunks of 64 tokens, whose states take a quarter of the memory of shorter ones'; of 16 where the
-/// others are fewer than multiprocessors, since more of them work side by side then.
+/// Chunks of 64 tokens, whose states take a quarter of the memory of shorter ones'; of 16 where those
+/// would be few waves of blocks, since each of these is done sooner.
 ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
   const int64_t chunks = std::max<int64_t>(1, p.layout.batch * p.layout.time / kMostChunk);
-  const bool few = chunks * p.heads * ceil_div(p.key_dim, 32) < limits.multiprocessors;
+  const bool few = chunks * p.heads * ceil_div(p.key_dim, 32) < 4 * limits.multiprocessors;
   return {.bits = few ? 0 : kMostChunkBits};
 }
 
