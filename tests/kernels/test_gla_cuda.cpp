@@ -1,6 +1,6 @@
 // Gated linear attention on CUDA through raw pointers: the plain path in every dtype, the
-// tensor-core path and float32's chunks in every form, whole and in segments, held against the naive
-// references.
+// tensor-core path and float32's chunks in every form, whole and in segments, held against the
+// naive references.
 
 #include <gtest/gtest.h>
 
@@ -434,8 +434,8 @@ TEST_P(GlaCudaFp32Chunks, EverySize) {
   }
 }
 
-// Enough heads for chunks of several sub-chunks; from 132 tiles on (on an H200), outputs go by whole
-// sequences.
+// Enough heads for chunks of several sub-chunks; from 132 tiles on (on an H200), outputs go by
+// whole sequences.
 TEST_P(GlaCudaFp32Chunks, LongChunks) {
   struct Size {
     int64_t batch, heads, keys, values;

@@ -175,8 +175,8 @@ class GlaProblem : public ScanProblem {
     return {rows.data, rows.stride_b, rows.stride_t, series.columns() / wanted_.heads, rows.dtype};
   }
 
-  // Partial sums of dgamma have a row for each sequence, or for each chunk: what is meant is the sum
-  // of all.
+  // Partial sums of dgamma have a row for each sequence, or for each chunk: what is meant is the
+  // sum of all.
 
   template <class Real>
   std::vector<Real> sum_of_rows(const std::vector<Real>& rows) const {

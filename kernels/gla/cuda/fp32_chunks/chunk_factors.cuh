@@ -2,8 +2,8 @@
 
 // What all chunks' kernels share of a sub-chunk of 16 tokens, of all chunks at once:
 //
-//   q~ = q decays from the sub-chunk's start to t        with which outputs read S, and D takes do up
-//   k~ = k decays from after s to the sub-chunk's end    with which S takes v up, and dv reads D
+//   q~ = q decays from the sub-chunk's start to t        with which outputs read S, and D takes do
+//   up k~ = k decays from after s to the sub-chunk's end    with which S takes v up, and dv reads D
 //   scores = sum over channels of q_t k_s decays from after s to t, s <= t
 //   total = the product of all decays
 //
@@ -36,7 +36,8 @@ struct SubChunkFactors {
   const float* scores;       // [s][t], 16 x 16; zero where s > t
 };
 
-/// Where they lie in the workspace. Channels past K, up to whole fours, are zeros with totals of one.
+/// Where they lie in the workspace. Channels past K, up to whole fours, are zeros with totals of
+/// one.
 struct ChunkFactors {
   float* data = nullptr;  // [chunk index][sub-chunk][H], each of them size() floats
   int64_t heads = 0;
@@ -68,8 +69,8 @@ constexpr int kFactorThreads = 256;
 /// The scores of a lane's channels, summed over them: all pairs of the 16 tokens whose product this
 /// lane makes.
 struct LaneScores {
-  // Pairs t >= s of its own four tokens, t by t; 2 x 4 pairs of the group of four beside it with its
-  // own; 4 x 4 pairs of a group of the other half with its own.
+  // Pairs t >= s of its own four tokens, t by t; 2 x 4 pairs of the group of four beside it with
+  // its own; 4 x 4 pairs of a group of the other half with its own.
   static constexpr int kOwn = 10, kFours = 8, kEights = 16, kAll = kOwn + kFours + kEights;
   float sums[kAll] = {};
 

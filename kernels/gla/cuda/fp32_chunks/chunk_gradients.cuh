@@ -29,7 +29,7 @@ struct ChunkGradients {
   TimeTiles chunks = {};
   const float* states = nullptr;     // [chunk index, H, K, V]: S before a chunk
   const float* gradients = nullptr;  // D after it
-  float* gate_channels = nullptr;  // [B, T, H, K]: dlog f a channel, where the gate is one a head
+  float* gate_channels = nullptr;    // [B, T, H, K]: dlog f a channel, where the gate is one a head
 };
 
 constexpr int kPairStride = kTokens + 4, kPairSize = kTokens * kPairStride;
@@ -38,12 +38,12 @@ constexpr int kPairStride = kTokens + 4, kPairSize = kTokens * kPairStride;
 template <int kRows>
 struct GradientShared {
   static constexpr int kShares = kWarps / 2;
-  int stride;                         // of rows of V columns
-  float* first_kept;                  // S before all sub-chunks but the first; in the end its own
-  float *gradient, *value, *d_out;    // D; v and do, [tokens] rows
-  float *factor, *total, *through;    // [tokens][channels], [channels], [channels]
-  float *parts;                       // of w; then of S do, and of D v
-  float *pairs, *pairs_back;          // w, [t][s] and [s][t]
+  int stride;                       // of rows of V columns
+  float* first_kept;                // S before all sub-chunks but the first; in the end its own
+  float *gradient, *value, *d_out;  // D; v and do, [tokens] rows
+  float *factor, *total, *through;  // [tokens][channels], [channels], [channels]
+  float* parts;                     // of w; then of S do, and of D v
+  float *pairs, *pairs_back;        // w, [t][s] and [s][t]
 
   __host__ __device__ GradientShared(float* memory, int value_dim, ChunkSize chunk)
       : stride(padded_stride(value_dim)) {
@@ -68,9 +68,7 @@ struct GradientShared {
   }
 
   /// Where S before a sub-chunk is; the first one's has no place of its own.
-  __device__ float* kept(int sub) const {
-    return first_kept + max(sub - 1, 0) * kRows * stride;
-  }
+  __device__ float* kept(int sub) const { return first_kept + max(sub - 1, 0) * kRows * stride; }
 
   static int bytes(int value_dim, ChunkSize chunk) {
     float* const none = nullptr;
@@ -155,7 +153,8 @@ struct LaneGradients {
     float w[kLaneTokens][kLaneTokens];
 #pragma unroll
     for (int t = 0; t < kLaneTokens; ++t) {
-      const float4 row = four(pairs + (group * kLaneTokens + t) * kPairStride + group * kLaneTokens);
+      const float4 row =
+          four(pairs + (group * kLaneTokens + t) * kPairStride + group * kLaneTokens);
       w[t][0] = row.x;
       w[t][1] = row.y;
       w[t][2] = row.z;
@@ -276,7 +275,7 @@ class GradientTile {
   __device__ RawTokens load_tokens(int sub) const {
     RawTokens raw;
     raw.load(inputs_, channel() < key_dim_, channel(), count(sub),
-                         [this, sub](int token) { return first(sub) + token; });
+             [this, sub](int token) { return first(sub) + token; });
     return raw;
   }
 
@@ -410,9 +409,8 @@ class GradientTile {
     for (int i = 0; i < kLaneTokens; ++i) {
       gradients.before[i] =
           sum_of_parts<Shared::kShares>(shared_.parts, lane.token(i), lane.channel);
-      gradients.after[i] =
-          sum_of_parts<Shared::kShares>(shared_.parts + Shared::kShares * kPartSize, lane.token(i),
-                                        lane.channel);
+      gradients.after[i] = sum_of_parts<Shared::kShares>(
+          shared_.parts + Shared::kShares * kPartSize, lane.token(i), lane.channel);
     }
     return gradients;
   }
@@ -486,8 +484,9 @@ class GradientTile {
     }
     const float sum = quad_sum(dgamma_.value());
     if (LanePlace().group == 0 && channel() < key_dim_) {
-      static_cast<float*>(w_.params.dgamma_partial)[(int64_t{index_} * p_.heads + head_) * key_dim_ +
-                                                    channel()] = sum;
+      static_cast<float*>(
+          w_.params.dgamma_partial)[(int64_t{index_} * p_.heads + head_) * key_dim_ + channel()] =
+          sum;
     }
   }
 

@@ -5,9 +5,9 @@
 //   o  = q~ S + sum over s <= t of scores(t, s) v_s       S = total S + k~^T v
 //   dv = k~ D + sum over t >= s of scores(t, s) do_t      D = total D + q~^T do
 //
-// A block of threads has a chunk of one head, or a whole sequence, and a tile of 32 or 64 columns of
-// V. It holds their states, transposed, and takes a sub-chunk of 16 tokens at a time, whose factors
-// and values have been copied to shared memory during the one before:
+// A block of threads has a chunk of one head, or a whole sequence, and a tile of 32 or 64 columns
+// of V. It holds their states, transposed, and takes a sub-chunk of 16 tokens at a time, whose
+// factors and values have been copied to shared memory during the one before:
 //
 //   multiply   q~ S, in parts that warps make of some channels each
 //   finish     the sum of the parts, scores times values, the next state
@@ -21,8 +21,8 @@ namespace tidegate::kernels::gla::fp32_chunks {
 
 struct ChunkOutputs {
   GlaParams params = {};
-  HeadSeries values = {};         // v or do
-  HeadSeries out = {};            // o or dv
+  HeadSeries values = {};  // v or do
+  HeadSeries out = {};     // o or dv
   ChunkFactors factors = {};
   TimeTiles chunks = {};
   TimeTiles blocks = {};          // what a block of threads takes: chunks, or whole sequences
@@ -207,7 +207,8 @@ class OutputTile {
   static constexpr int kValues = kTokens * kColumns / kThreads;
   __device__ int value_at(int i) const { return static_cast<int>(threadIdx.x) + i * kThreads; }
   __device__ bool value_exists(int i, int sub) const {
-    return value_at(i) / kColumns < count(sub) && first_column_ + value_at(i) % kColumns < value_dim_;
+    return value_at(i) / kColumns < count(sub) &&
+           first_column_ + value_at(i) % kColumns < value_dim_;
   }
   __device__ const float* value_address(int i, int sub) const {
     return values_.at(step(sub) + value_at(i) / kColumns, first_column_ + value_at(i) % kColumns);

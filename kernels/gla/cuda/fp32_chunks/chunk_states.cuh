@@ -5,9 +5,9 @@
 //
 //   S = diag(total) S + k~^T v      D = diag(total) D + q~^T do      a sub-chunk at a time
 //
-// A block of threads has a tile of 32 x 64 of one head's state in registers, 4 x 4 or 2 x 4 a thread, and
-// goes through a segment of a sequence. While it takes up a sub-chunk, those of the next three are on
-// their way to shared memory.
+// A block of threads has a tile of 32 x 64 of one head's state in registers, 4 x 4 or 2 x 4 a
+// thread, and goes through a segment of a sequence. While it takes up a sub-chunk, those of the
+// next three are on their way to shared memory.
 
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
@@ -21,13 +21,13 @@ constexpr int kDirections = 2;  // S and D
 
 struct StateScan {
   GlaParams params = {};
-  HeadSeries d_o = {};                // backwards
+  HeadSeries d_o = {};  // backwards
   ChunkFactors factors = {};
-  TimeTiles chunks = {};              // in which states are kept
-  TimeTiles segments = {};            // whole chunks each; a sequence where time is not divided
+  TimeTiles chunks = {};    // in which states are kept
+  TimeTiles segments = {};  // whole chunks each; a sequence where time is not divided
   const void* initial[kDirections] = {};
-  void* final[kDirections] = {};      // h_final and dh0; null: not asked for
-  float* states[kDirections] = {};    // [chunk index, H, K, V]
+  void* final[kDirections] = {};    // h_final and dh0; null: not asked for
+  float* states[kDirections] = {};  // [chunk index, H, K, V]
   // Where time is divided, [segment index, H, K, V] and [segment index, H, K]. A first launch, of
   // maps, finds what a segment makes of zero, and the product of its decays; in the second a
   // segment starts from its place in segment_states.
@@ -35,7 +35,9 @@ struct StateScan {
   float* segment_decays[kDirections] = {};
   bool divided = false, maps = false;
 
-  __host__ __device__ int row_tiles() const { return static_cast<int>((params.key_dim + kStateRows - 1) / kStateRows); }
+  __host__ __device__ int row_tiles() const {
+    return static_cast<int>((params.key_dim + kStateRows - 1) / kStateRows);
+  }
   __host__ __device__ int column_tiles() const {
     return static_cast<int>((params.value_dim + kStateColumns - 1) / kStateColumns);
   }
@@ -82,8 +84,7 @@ class StateTile {
     const bool needs_end = w_.maps || (ends_here && w_.final[kAdjoint] != nullptr);
     // The last chunk's end may be nobody's start.
     const int subs = (segment_.tokens + kTokens - 1) / kTokens;
-    const int in_last =
-        kAdjoint ? min(subs, chunk_.sub_chunks()) : chunk_.place_of(subs - 1) + 1;
+    const int in_last = kAdjoint ? min(subs, chunk_.sub_chunks()) : chunk_.place_of(subs - 1) + 1;
     const int taken = needs_end || subs == 0 ? subs : subs - in_last;
     const auto place = [subs](int i) { return kAdjoint ? subs - 1 - i : i; };
     for (int i = 0; i < kStateStages - 1; ++i) {
@@ -167,7 +168,8 @@ class StateTile {
   static constexpr int kThreads = state_threads(kRows);
   static constexpr int kValues = kTokens * kStateColumns / kThreads;
 
-  /// Copies a sub-chunk's inputs to shared memory: a group of copies, empty where it does not exist.
+  /// Copies a sub-chunk's inputs to shared memory: a group of copies, empty where it does not
+  /// exist.
   __device__ void copy(int sub, bool exists, int stage) const {
     if (exists) {
       copy_factors(sub, stages_[stage]);
@@ -179,7 +181,8 @@ class StateTile {
   __device__ void copy_factors(int sub, StateStage& to) const {
     const SubChunkFactors from = w_.factors.of(first_chunk_, sub, head_);
     const int width = w_.factors.width;
-    const int token = static_cast<int>(threadIdx.x) / 8, row = static_cast<int>(threadIdx.x) % 8 * 4;
+    const int token = static_cast<int>(threadIdx.x) / 8,
+              row = static_cast<int>(threadIdx.x) % 8 * 4;
     if (token < kTokens && first_row_ + row < width) {
       copy_async<16>(&to.factor[token][row],
                      (kAdjoint ? from.query : from.key) + token * width + first_row_ + row);
@@ -206,9 +209,7 @@ class StateTile {
   __device__ int value_token(int i) const {
     return (static_cast<int>(threadIdx.x) + i * kThreads) / kStateColumns;
   }
-  __device__ int value_column(int i) const {
-    return static_cast<int>(threadIdx.x) % kStateColumns;
-  }
+  __device__ int value_column(int i) const { return static_cast<int>(threadIdx.x) % kStateColumns; }
 
   /// Waits for this thread's copies to the next stage, and activates its values.
   __device__ void wait_for_stage(StateStage& stage) const {

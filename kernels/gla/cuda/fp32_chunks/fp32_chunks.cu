@@ -43,8 +43,8 @@ int gradient_rows(const GlaParams& p, ChunkSize chunk, int shared_bytes) {
   return p.key_dim > 16 && gradient_bytes(p, 32, chunk) <= shared_bytes ? 32 : 16;
 }
 
-/// Chunks of 64 tokens, whose states take a quarter of the memory of shorter ones'; of 16 where those
-/// would be few waves of blocks, since each of these is done sooner.
+/// Chunks of 64 tokens, whose states take a quarter of the memory of shorter ones'; of 16 where
+/// those would be few waves of blocks, since each of these is done sooner.
 ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
   const int64_t chunks = std::max<int64_t>(1, p.layout.batch * p.layout.time / kMostChunk);
   const bool few = chunks * p.heads * ceil_div(p.key_dim, 32) < 4 * limits.multiprocessors;
@@ -66,13 +66,11 @@ int64_t choose_segment(const GlaParams& p, int directions, int multiprocessors) 
 // ---- The workspace ----
 
 ChunkFactors factors_of(const GlaParams& p, ChunkSize chunk) {
-  return {.heads = p.heads,
-          .width = rounded_to_fours(static_cast<int>(p.key_dim)),
-          .chunk = chunk};
+  return {.heads = p.heads, .width = rounded_to_fours(static_cast<int>(p.key_dim)), .chunk = chunk};
 }
 
-/// Its parts, in floats: factors of all sub-chunks, states of chunks, maps of segments, and dlog f a
-/// channel. Without directions, the forward pass by whole sequences, it has factors alone.
+/// Its parts, in floats: factors of all sub-chunks, states of chunks, maps of segments, and dlog f
+/// a channel. Without directions, the forward pass by whole sequences, it has factors alone.
 struct Workspace {
   int64_t factors, states, segment_states, segment_decays, gate_channels;
   int directions;
@@ -113,8 +111,9 @@ struct Workspace {
   }
 };
 
-/// Whether outputs are made of whole sequences instead of chunks: where their tiles fill the device.
-/// Then no states of chunks are needed for them. Packed sequences may be a long one and short ones.
+/// Whether outputs are made of whole sequences instead of chunks: where their tiles fill the
+/// device. Then no states of chunks are needed for them. Packed sequences may be a long one and
+/// short ones.
 bool goes_by_sequences(const GlaParams& p, const DeviceLimits& limits) {
   const int64_t columns = 32 * output_tiles(p, limits.shared_bytes);
   return p.layout.offsets == nullptr &&
@@ -151,10 +150,9 @@ StateScan new_scan(const GlaParams& p, const DeviceLimits& limits) {
 
 cudaError_t launch_factors(const StateScan& scan, cudaStream_t stream) {
   const FactorWork work = {scan.params, scan.chunks, scan.factors};
-  const int threads = std::min(kFactorThreads, static_cast<int>(ceil_div(
-                                                   scan.factors.width * kGroups, 32) * 32));
-  const int64_t blocks =
-      scan.chunks.count * scan.factors.chunk.sub_chunks() * scan.params.heads;
+  const int threads =
+      std::min(kFactorThreads, static_cast<int>(ceil_div(scan.factors.width * kGroups, 32) * 32));
+  const int64_t blocks = scan.chunks.count * scan.factors.chunk.sub_chunks() * scan.params.heads;
   return launch_early<&chunk_factors_kernel>(blocks, dim3(threads), 0, stream, work);
 }
 
@@ -172,8 +170,7 @@ cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t st
   const GlaParams& p = scan.params;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const int64_t blocks =
-      scan.segments.count * p.heads * scan.row_tiles() * scan.column_tiles();
+  const int64_t blocks = scan.segments.count * p.heads * scan.row_tiles() * scan.column_tiles();
   if (blocks > std::numeric_limits<int>::max()) {
     return cudaErrorInvalidConfiguration;
   }
@@ -316,12 +313,8 @@ cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   TIDEGATE_RETURN_IF_CUDA_ERROR(
       find_states(scan, goes_by_sequences(p, limits) ? 1 : kDirections, stream));
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_outputs<true>(scan, b.d_o, b.dv, limits, stream));
-  const ChunkGradients work = {b,
-                               scan.factors,
-                               scan.chunks,
-                               scan.states[0],
-                               scan.states[1],
-                               gate_channels};
+  const ChunkGradients work = {
+      b, scan.factors, scan.chunks, scan.states[0], scan.states[1], gate_channels};
   TIDEGATE_RETURN_IF_CUDA_ERROR(gradient_rows(p, scan.factors.chunk, limits.shared_bytes) == 32
                                     ? launch_gradients<32>(work, stream)
                                     : launch_gradients<16>(work, stream));

@@ -13,8 +13,8 @@
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
-/// Tokens of a sub-chunk, which a block of threads takes at a time, and of a lane; and the most of a
-/// chunk, between which states are kept in device memory.
+/// Tokens of a sub-chunk, which a block of threads takes at a time, and of a lane; and the most of
+/// a chunk, between which states are kept in device memory.
 constexpr int kTokens = 16, kLaneTokens = 4, kMostChunkBits = 2;
 constexpr int kMostChunk = kTokens << kMostChunkBits;
 constexpr int kGroups = kTokens / kLaneTokens;
@@ -54,12 +54,11 @@ struct LanePlace {
 };
 
 /// The value of x in the lane that has another group of the same channel.
-__device__ inline float of_group(float x, int group) {
-  return __shfl_sync(~0u, x, group, kGroups);
-}
+__device__ inline float of_group(float x, int group) { return __shfl_sync(~0u, x, group, kGroups); }
 
-/// exp(log_f) for log_f of at most zero, to a unit in the last place, and next to one rounded once, as
-/// precise_decay (plain/plain_scan.cuh) has it, without a branch: 2^n times the series of a remainder.
+/// exp(log_f) for log_f of at most zero, to a unit in the last place, and next to one rounded once,
+/// as precise_decay (plain/plain_scan.cuh) has it, without a branch: 2^n times the series of a
+/// remainder.
 __device__ inline float decay_of(float log_f) {
   const float n = rintf(log_f * kLog2E);
   const float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, log_f));  // ln 2 in two words
@@ -165,8 +164,8 @@ class LaneDecays {
   float from_start_[kLaneTokens], to_end_[kLaneTokens], total_[kGroups];
 };
 
-/// The product over a sub-chunk's decays, in the lane of the first group, with what roundings leave:
-/// states are multiplied by it again and again. By all lanes of a warp.
+/// The product over a sub-chunk's decays, in the lane of the first group, with what roundings
+/// leave: states are multiplied by it again and again. By all lanes of a warp.
 __device__ inline float total_decay(const float (&decay)[kLaneTokens]) {
   Precise<float> total = as_precise(decay[0]);
 #pragma unroll

@@ -32,8 +32,8 @@ __device__ inline void load_rows(const float* from, float (&rows)[kCount]) {
   }
 }
 
-/// Elements from one token to the next in a part of a product: four tokens that are four apart lie in
-/// different banks, eight neighbouring rows of each.
+/// Elements from one token to the next in a part of a product: four tokens that are four apart lie
+/// in different banks, eight neighbouring rows of each.
 constexpr int kPartStride = 34;
 constexpr int kPartSize = kTokens * kPartStride;
 
@@ -119,10 +119,9 @@ __device__ inline void update_state(const float* before, float* after, const flo
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       s[i] = four(before + (row + i) * stride + column);
-      const float4 f = kDecay == DecayOf::kColumn
-                           ? four(total + column)
-                           : make_float4(total[row + i], total[row + i], total[row + i],
-                                         total[row + i]);
+      const float4 f = kDecay == DecayOf::kColumn ? four(total + column)
+                                                  : make_float4(total[row + i], total[row + i],
+                                                                total[row + i], total[row + i]);
       s[i].x *= f.x;
       s[i].y *= f.y;
       s[i].z *= f.z;
