@@ -5,6 +5,7 @@
 // sequences, the states are found in segments: their maps, these composed, then the states.
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/common/cuda/device.h"
 #include "kernels/common/cuda/launch.cuh"
@@ -44,11 +45,25 @@ int gradient_rows(const GlaParams& p, ChunkSize chunk, int shared_bytes) {
 }
 
 /// Chunks of 64 tokens, whose states take a quarter of the memory of shorter ones'; of 16 where
-/// those would be few waves of blocks, since each of these is done sooner.
+/// those would be few waves of blocks, since each of these is done sooner; none longer than
+/// sequences are on average.
 ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
-  const int64_t chunks = std::max<int64_t>(1, p.layout.batch * p.layout.time / kMostChunk);
-  const bool few = chunks * p.heads * ceil_div(p.key_dim, 32) < 4 * limits.multiprocessors;
-  return {.bits = few ? 0 : kMostChunkBits};
+  const int64_t tokens = p.layout.batch * p.layout.time;
+  const int64_t chunks = std::max<int64_t>(1, tokens / kMostChunk);
+  if (chunks * p.heads * ceil_div(p.key_dim, 32) < 4 * limits.multiprocessors) {
+    return {};
+  }
+  ChunkSize chunk = {.bits = kMostChunkBits};
+  const int64_t mean = ceil_div(tokens, std::max<int64_t>(1, p.layout.sequences));
+  while (chunk.bits > 0 && chunk.tokens() / 2 >= mean) {
+    --chunk.bits;
+  }
+  return chunk;
+}
+
+/// Blocks of the launch that has most of them.
+int64_t factor_blocks(const GlaParams& p, ChunkSize chunk) {
+  return time_tiles(p.layout, chunk.tokens()).count * chunk.sub_chunks() * p.heads;
 }
 
 /// Tokens of a segment of the state scans, or 0 where their blocks keep the device busy as they
@@ -152,7 +167,7 @@ cudaError_t launch_factors(const StateScan& scan, cudaStream_t stream) {
   const FactorWork work = {scan.params, scan.chunks, scan.factors};
   const int threads =
       std::min(kFactorThreads, static_cast<int>(ceil_div(scan.factors.width * kGroups, 32) * 32));
-  const int64_t blocks = scan.chunks.count * scan.factors.chunk.sub_chunks() * scan.params.heads;
+  const int64_t blocks = factor_blocks(scan.params, scan.factors.chunk);
   return launch_early<&chunk_factors_kernel>(blocks, dim3(threads), 0, stream, work);
 }
 
@@ -262,7 +277,8 @@ cudaError_t fp32_forward_fits(const GlaParams& p, bool* fits) {
   if (*fits) {
     DeviceLimits limits;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-    *fits = output_bytes(p, 1) <= limits.shared_bytes;
+    *fits = output_bytes(p, 1) <= limits.shared_bytes &&
+            factor_blocks(p, choose_chunk(p, limits)) <= std::numeric_limits<int>::max();
   }
   return cudaSuccess;
 }
