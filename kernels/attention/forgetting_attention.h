@@ -146,7 +146,7 @@ constexpr int64_t kMaxAttentionHeadDim = 256;
 /// Up to these, a forward pass on CUDA tensor cores reads and writes rows as they are: of any head
 /// dimension, aligned to an element.
 constexpr int kShortTime = 128;    // tokens of all queries and of all keys of a batch row
-constexpr int kShortHeadDim = 64;  // D
+constexpr int kShortHeadDim = 63;  // D: of a row of 128 bytes, which may begin an element late
 
 /// exp of this is zero in every type, and a sum of 10^6 of them in float64 still has four digits
 /// after the point.

@@ -47,9 +47,8 @@ struct ForwardShape {
 /// sequences nothing hides a warp's latencies, so eight warps have 16 queries each; where there are
 /// many, two blocks hide each other's.
 template <class Data>
-struct ShortForwardShape
-    : ForwardShape<Data, ForwardTile{kShortHeadDim, 1, 8, kShortTime, 64, 2, true}> {
-  using Base = ForwardShape<Data, ForwardTile{kShortHeadDim, 1, 8, kShortTime, 64, 2, true}>;
+struct ShortForwardShape : ForwardShape<Data, ForwardTile{64, 1, 8, kShortTime, 64, 2, true}> {
+  using Base = ForwardShape<Data, ForwardTile{64, 1, 8, kShortTime, 64, 2, true}>;
   static constexpr int kStages = 1;
   static constexpr int kSharedBytes = Base::kSharedBytes - Base::kStageBytes;
 };

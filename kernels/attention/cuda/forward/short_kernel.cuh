@@ -5,16 +5,16 @@
 // and o copied back: three launches more, which take longer than the attention between them.
 //
 // A block has one head of one sequence: its queries, keys and values are one tile each. It reads
-// rows word by word, of 2, 4 or 8 bytes, as their alignment allows, and makes channels past the
-// last one zero; adds up the gates while they come; and writes o word by word.
+// rows word by word, of 4 or 8 bytes, and makes channels past the last one zero; adds up the gates
+// while they come; and writes o word by word.
 
 #include "kernels/attention/cuda/forward/forward_kernel.cuh"
 
 namespace tidegate::kernels::attention {
 
-/// Calls f.template operator()<kWord>().
+/// Calls f.template operator()<kAligned>() with 2, 4 or 8.
 template <class F>
-__device__ __forceinline__ void with_word_bytes(int bytes, const F& f) {
+__device__ __forceinline__ void with_alignment(int bytes, const F& f) {
   switch (bytes) {
     case 8:
       return f.template operator()<8>();
@@ -26,48 +26,55 @@ __device__ __forceinline__ void with_word_bytes(int bytes, const F& f) {
 }
 
 /// A thread's words of a tile of kRows rows that kThreads threads copy, neighbouring words by
-/// neighbouring threads.
-template <int kColumns, int kRows, int kThreads, int kWord>
+/// neighbouring threads. Rows in device memory are aligned to kAligned bytes.
+///
+/// Words have 4 bytes at least. A row that is aligned to 2 only is taken from the word that it
+/// begins in the middle of: it lies late in the tile, by 2 bytes, until move(). Then a warp has a
+/// row, and every lane one of its words.
+template <int kColumns, int kRows, int kThreads, int kAligned>
 class TileWords {
   using Tile = Tile16Bit<kColumns>;
+  static constexpr int kWord = kAligned < 4 ? 4 : kAligned;
   using Word = typename BitsOf<kWord>::type;
+  static constexpr bool kLate = kAligned < 4;
   static constexpr int kWordsOfRow = Tile::kRowBytes / kWord;
   static constexpr int kWords = kRows * kWordsOfRow / kThreads;  // of a thread
-  static constexpr int kAtOnce = kWords < 16 ? kWords : 16;      // that wait in registers
-  static_assert(kWords % kAtOnce == 0);
+  static constexpr int kAtOnce = 8;                              // that wait in registers
+  static_assert(kThreads % kWordsOfRow == 0 && kWords % kAtOnce == 0);
+  static_assert(!kLate || kWordsOfRow == 32);
 
  public:
   /// `global`: the first row; `limit` rows are there, of `bytes` bytes each.
   __device__ TileWords(unsigned char* tile, char* global, int row_bytes, int limit, int bytes,
                        int thread)
       : tile_(tile),
-        global_(global),
+        global_(global + thread / kWordsOfRow * int64_t{row_bytes}),
         row_bytes_(row_bytes),
+        row_(thread / kWordsOfRow),
         limit_(limit),
-        bytes_(bytes),
-        thread_(thread) {}
+        byte_(thread % kWordsOfRow * kWord),
+        bytes_(bytes) {}
 
   /// Into the tile; what is not there becomes zero. To be waited for as other copies are.
   __device__ __forceinline__ void load() const {
-    if constexpr (kWord >= 4) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      asm volatile(
+          "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(in_tile(i))),
+          "l"(in_global(i)), "n"(kWord), "r"(existing(i))
+          : "memory");
+    }
+  }
+
+  /// Moves rows that lie late in the tile, when the thread's copies have landed.
+  __device__ __forceinline__ void move() const {
+    if constexpr (kLate) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        asm volatile(
-            "cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(in_tile(i))),
-            "l"(in_global(i)), "n"(kWord), "r"(exists(i) ? kWord : 0)
-            : "memory");
-      }
-    } else {  // too narrow for such copies
-#pragma unroll 1
-      for (int first = 0; first < kWords; first += kAtOnce) {
-        Word x[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          x[i] = exists(first + i) ? *in_global(first + i) : Word{};
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          *in_tile(first + i) = x[i];
+        const uint32_t own = *in_tile(i);
+        const uint32_t next = __shfl_down_sync(0xffffffffu, own, 1);
+        if (late(i) != 0) {
+          *in_tile(i) = __funnelshift_r(own, byte_ + kWord < Tile::kRowBytes ? next : 0u, 16);
         }
       }
     }
@@ -84,7 +91,9 @@ class TileWords {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (exists(first + i)) {
+        if constexpr (kLate) {
+          store_late(first + i, x[i]);
+        } else if (existing(first + i) > 0) {
           *in_global(first + i) = x[i];
         }
       }
@@ -92,40 +101,64 @@ class TileWords {
   }
 
  private:
-  __device__ int row(int i) const { return (thread_ + i * kThreads) / kWordsOfRow; }
-  __device__ int byte(int i) const { return (thread_ + i * kThreads) % kWordsOfRow * kWord; }
-  __device__ bool exists(int i) const { return row(i) < limit_ && byte(i) < bytes_; }
+  static constexpr int kStep = kThreads / kWordsOfRow;  // rows from a thread's word to its next
+
+  /// By how many bytes row i of the thread lies late.
+  __device__ int late(int i) const {
+    return kLate ? static_cast<int>(reinterpret_cast<uintptr_t>(row_in_global(i)) & 2) : 0;
+  }
+  /// Bytes of the word that are the row's, or before it.
+  __device__ int existing(int i) const {
+    const int left =
+        kLate ? min(max(bytes_ + late(i) - byte_, 0), kWord) : (byte_ < bytes_ ? kWord : 0);
+    return row_ + i * kStep < limit_ ? left : 0;
+  }
   __device__ Word* in_tile(int i) const {
-    return reinterpret_cast<Word*>(tile_ + Tile::offset(row(i), byte(i) / 16) + byte(i) % 16);
+    return reinterpret_cast<Word*>(tile_ + Tile::offset(row_ + i * kStep, byte_ / 16) + byte_ % 16);
+  }
+  __device__ char* row_in_global(int i) const {
+    return global_ + static_cast<int64_t>(i * kStep) * row_bytes_;
   }
   __device__ Word* in_global(int i) const {
-    return reinterpret_cast<Word*>(global_ + static_cast<int64_t>(row(i)) * row_bytes_ + byte(i));
+    return reinterpret_cast<Word*>(row_in_global(i) + byte_ - late(i));
+  }
+
+  /// `own`: the thread's word of row i in the tile.
+  __device__ __forceinline__ void store_late(int i, uint32_t own) const {
+    const uint32_t before = __shfl_up_sync(0xffffffffu, own, 1);
+    const uint32_t x = late(i) != 0 ? __funnelshift_l(before, own, 16) : own;
+    const int exist = existing(i);
+    auto* const halves = reinterpret_cast<unsigned short*>(in_global(i));
+    if (exist == kWord && byte_ >= late(i)) {
+      *in_global(i) = x;
+    } else if (exist == kWord) {  // the row begins with the second half
+      halves[1] = static_cast<unsigned short>(x >> 16);
+    } else if (exist > 0 && byte_ >= late(i)) {
+      halves[0] = static_cast<unsigned short>(x);
+    }
   }
 
   unsigned char* tile_;
-  char* global_;
-  int row_bytes_, limit_, bytes_, thread_;
+  char* global_;  // the thread's first row
+  int row_bytes_, row_, limit_, byte_, bytes_;
 };
 
-/// The block's queries, keys and values.
-template <class Shape>
-__device__ __forceinline__ void load_words(const ForwardBlock<Shape>& at, int word_bytes) {
-  with_word_bytes(word_bytes, [&]<int kWord>() {
-    const int bytes = static_cast<int>(at.p.head_dim) * 2;
-    const auto load = [&]<int kRows>(unsigned char* tile, const HeadSeries& from,
-                                     const Sequence& sequence, int64_t head, int first, int rows) {
-      TileWords<Shape::kDim, kRows, Shape::kThreads, kWord>(
-          tile, row_address<2>(from, sequence, head, first), row_stride<2>(from), rows, bytes,
-          at.thread)
-          .load();
-    };
-    load.template operator()<Shape::kRows>(at.shared.queries, at.p.q, at.queries, at.head,
-                                           at.place.tile.first, at.rows);
-    load.template operator()<Shape::kKeys>(at.shared.keys(0), at.p.k, at.keys, at.key_head, 0,
-                                           at.keys.length);
-    load.template operator()<Shape::kKeys>(at.shared.values(0), at.p.v, at.keys, at.key_head, 0,
-                                           at.keys.length);
-  });
+/// Calls f with the words of the block's queries, of its keys and of its values.
+template <int kAligned, class Shape, class F>
+__device__ __forceinline__ void for_inputs(const ForwardBlock<Shape>& at, const F& f) {
+  const int bytes = static_cast<int>(at.p.head_dim) * 2;
+  const auto words = [&]<int kRows>(unsigned char* tile, const HeadSeries& from,
+                                    const Sequence& sequence, int64_t head, int first, int rows) {
+    f(TileWords<Shape::kDim, kRows, Shape::kThreads, kAligned>(
+        tile, row_address<2>(from, sequence, head, first), row_stride<2>(from), rows, bytes,
+        at.thread));
+  };
+  words.template operator()<Shape::kRows>(at.shared.queries, at.p.q, at.queries, at.head,
+                                          at.place.tile.first, at.rows);
+  words.template operator()<Shape::kKeys>(at.shared.keys(0), at.p.k, at.keys, at.key_head, 0,
+                                          at.keys.length);
+  words.template operator()<Shape::kKeys>(at.shared.values(0), at.p.v, at.keys, at.key_head, 0,
+                                          at.keys.length);
 }
 
 /// c of the keys, as the scan of scan_gates has it, and from it the gates of keys and of rows.
@@ -187,10 +220,10 @@ __device__ __forceinline__ void take_part(const ForwardBlock<Shape>& at,
   }
 }
 
-/// `word_bytes`: of what rows of all tensors consist, and to which they are aligned.
+/// Rows of all tensors are aligned to `aligned` bytes, and multiples of as many long.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
-    short_forward_kernel(const __grid_constant__ TensorAttention w, int word_bytes) {
+    short_forward_kernel(const __grid_constant__ TensorAttention w, int aligned) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   wait_for_kernels_before();
   const ForwardShared<Shape> shared(shared_bytes);
@@ -199,9 +232,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     return;
   }
   const ForwardBlock<Shape> at(w, shared, place);
-  load_words(at, word_bytes);
+  with_alignment(aligned, [&]<int kAligned>() {
+    for_inputs<kAligned>(at, [](const auto& words) { words.load(); });
+  });
   commit_copies();
   add_up_gates(at);
+  if (aligned < 4) {
+    wait_for_copies<0>();
+    for_inputs<2>(at, [](const auto& words) { words.move(); });
+  }
 
   OnlineSoftmax<Shape> softmax;
   softmax.start();
@@ -218,8 +257,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   softmax.store_smem(own, at.lane);
   __syncwarp();
   const HeadSeries& o = at.p.o;
-  with_word_bytes(word_bytes, [&]<int kWord>() {
-    TileWords<Shape::kDim, Shape::kWarpRows, 32, kWord>(
+  with_alignment(aligned, [&]<int kAligned>() {
+    TileWords<Shape::kDim, Shape::kWarpRows, 32, kAligned>(
         own, row_address<2>(o, at.queries, at.head, at.place.tile.first + warp.row),
         row_stride<2>(o), at.rows - warp.row, static_cast<int>(at.p.head_dim) * 2, at.lane)
         .store();
@@ -235,13 +274,13 @@ cudaError_t AttentionShortForwardUnit<Data>::launch(TensorAttention work, cudaSt
   const ForgettingAttentionParams& p = work.params.forward;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   work.tiles = time_tiles(p.layout, Shape::kRows);
-  const auto words_have = [&](int bytes) {
+  const auto is_multiple = [&](int bytes) {
     return p.head_dim * 2 % bytes == 0 && rows_aligned(p.q, bytes) && rows_aligned(p.k, bytes) &&
            rows_aligned(p.v, bytes) && rows_aligned(p.o, bytes);
   };
-  const int word_bytes = words_have(8) ? 8 : words_have(4) ? 4 : 2;
+  const int aligned = is_multiple(8) ? 8 : is_multiple(4) ? 4 : 2;
   return launch_early<kKernel>(work.tiles.count * p.heads, Shape::kThreads, Shape::kSharedBytes,
-                               stream, work, word_bytes);
+                               stream, work, aligned);
 }
 
 }  // namespace tidegate::kernels::attention
