@@ -22,6 +22,7 @@ enum class AttentionPath : uint8_t {
 /// those of the kernels for Hopper (cuda/hopper/).
 enum class AttentionTile : int {
   kUsual,   // portable
+  kShort,   // portable, forward: sequences up to kShortTime, rows of any width and alignment
   kWide,    // portable, forward: more queries and keys, where there are many of both
   kSmall,   // portable, backward: for chips that give a block little shared memory
   kHopper,  // those for compute capability 9.0
@@ -141,6 +142,11 @@ constexpr double kScoreSlack = 1.0001;
 
 /// The largest D of any kernel.
 constexpr int64_t kMaxAttentionHeadDim = 256;
+
+/// Up to these, a forward pass on CUDA tensor cores reads and writes rows as they are: of any head
+/// dimension, aligned to an element.
+constexpr int kShortTime = 128;    // tokens of all queries and of all keys of a batch row
+constexpr int kShortHeadDim = 63;  // D: of a row of 128 bytes, which may begin an element late
 
 /// exp of this is zero in every type, and a sum of 10^6 of them in float64 still has four digits
 /// after the point.

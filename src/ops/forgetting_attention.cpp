@@ -133,6 +133,12 @@ bool wants_padding(at::ArrayRef<at::Tensor> tensors) {
          !std::all_of(tensors.begin(), tensors.end(), rows_begin_aligned);
 }
 
+/// Whether a forward pass of what wants padding takes q, k and v as they are, without it.
+bool is_short(const at::Tensor& q, const at::Tensor& k) {
+  using namespace kernels::attention;
+  return q.size(3) <= kShortHeadDim && q.size(1) <= kShortTime && k.size(1) <= kShortTime;
+}
+
 // ---- forward ----
 
 /// In which dtype the kernels take log_f, and write its gradient: its own, but float64 beside
@@ -170,7 +176,7 @@ TensorTuple<2> ForgettingAttention::meta() const {
 }
 
 TensorTuple<2> ForgettingAttention::kernel() const {
-  if (wants_padding({q, k, v})) {
+  if (wants_padding({q, k, v}) && !is_short(q, k)) {
     check_attention(*this);
     const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
     WidthCopies copies(kOpName<ForgettingAttention>);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -344,14 +345,49 @@ TEST(AttentionCudaWide, ManyKeys) {
   check(shape);
 }
 
+/// The forward pass alone.
+void check_forward(const AttentionShape& shape) {
+  AttentionProblem problem(shape);
+  AttentionOnDevice device(problem);
+  device.forward();
+  device.download();
+  problem.check(/*backward=*/false);
+}
+
+// Short sequences of heads of any dimension, in rows that begin anywhere: the kernel that takes
+// them as they are.
+TEST(AttentionCudaShort, RowsOfAnyWidth) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  uint32_t i = 0;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const int64_t dim : {1, 2, 7, 8, 20, 31, 44, 50, 55, 61, 62, 63}) {
+      for (const int64_t time : {1, 2, 17, 64, 85, 128}) {
+        AttentionShape shape;
+        shape.dtype = dtype;
+        shape.batch = time < 17 || dim < 7 ? kRowsOfFewTokens : 3;
+        shape.queries = time;
+        shape.keys = i % 3 == 0 ? std::min<int64_t>(128, time + 40) : time;
+        shape.heads = i % 2 == 0 ? 2 : 4;
+        shape.key_heads = 2;
+        shape.head_dim = dim;
+        shape.window = i % 4 == 3 ? 20 : 0;
+        shape.gates = static_cast<ForgetGates>(i % 5);
+        shape.gap = static_cast<int64_t>(i % 5);
+        shape.seed = ++i;
+        check_forward(shape);
+      }
+    }
+  }
+}
+
 TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
   for (const auto& [window, in_key] :
        {std::pair{0, false}, {0, true}, {50, false}, {50, true}}) {  // else in a value
-    for (const int64_t dim : {64, 128, 256}) {
+    for (const int64_t dim : {50, 64, 128, 256}) {
       AttentionShape shape;
       shape.head_dim = dim;
-      shape.queries = shape.keys = 200;
+      shape.queries = shape.keys = dim == 50 ? 128 : 200;  // short_forward_kernel's sizes
       shape.window = window;
       AttentionProblem clean(shape), problem(shape);
       constexpr int64_t kToken = 70;
@@ -423,6 +459,28 @@ TEST(AttentionCudaSanitize, NaNIsNotPruned) {
       EXPECT_TRUE(std::isnan(problem.dk.get(0, 0).real())) << in_gate << falls << ", " << dim;
     }
   }
+}
+
+// Packed sequences, and queries before all keys, which see none.
+TEST(AttentionCudaSanitize, ShortRowsOfAnyWidth) {
+  if (no_device()) GTEST_SKIP() << "no CUDA device";
+  for (const int64_t dim : {44, 50, 53}) {  // rows aligned to 8, 4 and 2 bytes
+    AttentionShape shape;
+    shape.query_offsets = {0, 0, 1, 70, 70, 110};
+    shape.key_offsets = {0, 7, 8, 80, 80, 128};
+    shape.queries = 110;
+    shape.keys = 128;
+    shape.heads = 2;
+    shape.head_dim = dim;
+    shape.window = dim == 50 ? 30 : 0;
+    check_forward(shape);
+  }
+  AttentionShape shape;
+  shape.queries = 5;
+  shape.keys = 2;
+  shape.head_dim = 50;
+  shape.batch = kRowsOfFewTokens;
+  check_forward(shape);
 }
 
 /// A reduced set for compute-sanitizer.

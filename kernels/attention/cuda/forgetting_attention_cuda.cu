@@ -185,6 +185,19 @@ bool tensor_cores_take(const ForgettingAttentionParams& p) {
          p.window < kLargestGrid;
 }
 
+namespace {
+
+/// Whether the kernel of forward/short_kernel.cuh takes the inputs and o. It drops no keys where
+/// `prune` would allow it.
+bool short_kernel_takes(const ForgettingAttentionParams& p) {
+  return is_16_bit(p.q.dtype) && p.head_dim <= kShortHeadDim && p.layout.time <= kShortTime &&
+         p.key_layout.time <= kShortTime &&
+         p.heads * time_tiles(p.layout, kShortTime).count <= kLargestGrid &&
+         p.window < kLargestGrid;
+}
+
+}  // namespace
+
 int64_t score_bounds_bytes(const ForgettingAttentionParams& p, bool of_queries) {
   const int64_t heads = p.key_heads + (of_queries ? p.heads : 0);
   return p.prune > 0 ? (p.layout.batch * heads + 3) / 4 * 16 : 0;
@@ -201,7 +214,11 @@ cudaError_t find_key_norms(const TensorAttention& work, cudaStream_t stream) {
 
 cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAttentionPlan* plan) {
   if (!tensor_cores_take(p)) {
-    return cudaErrorNotSupported;
+    if (!short_kernel_takes(p)) {
+      return cudaErrorNotSupported;
+    }
+    *plan = {.path = AttentionPath::kTensorCore, .tile = AttentionTile::kShort};
+    return cudaSuccess;
   }
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
@@ -218,9 +235,13 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAt
 }
 
 cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stream) {
-  const ForwardWorkspace workspace(p);
   TensorAttention work;
   work.params.forward = p;
+  if (p.plan.tile == AttentionTile::kShort) {
+    return dispatch_16_bit(
+        p.q.dtype, [&]<class T>() { return AttentionShortForwardUnit<T>::launch(work, stream); });
+  }
+  const ForwardWorkspace workspace(p);
   work.gate_sums = workspace.gate_sums;
   const bool hopper = p.plan.tile == AttentionTile::kHopper;
   TIDEGATE_RETURN_IF_CUDA_ERROR(

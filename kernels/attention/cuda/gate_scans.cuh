@@ -18,6 +18,17 @@ namespace tidegate::kernels::attention {
 constexpr int kGateChunk = 256;  // tokens, and threads of a block that takes them
 constexpr int kGateWarps = kGateChunk / 32;
 
+/// What a token adds to c.
+__device__ inline double log_gate(const ForgettingAttentionParams& p, const Sequence& keys,
+                                  int token, int head) {
+  if (token == 0) {
+    return 0;
+  }
+  const double x = load_any_element<double>(
+      p.log_f.data, p.log_f.dtype, element_offset(p.log_f, keys.batch, keys.start + token, head));
+  return x < kLeastLogGate ? kLeastLogGate : x;
+}
+
 /// c from log f, forwards.
 struct GateSumScan {
   static constexpr bool kReverse = false;
@@ -32,12 +43,7 @@ struct GateSumScan {
   }
 
   __device__ double load(const Sequence& keys, int token, int head) const {
-    if (token == 0) {
-      return 0;
-    }
-    const double x = load_any_element<double>(
-        p.log_f.data, p.log_f.dtype, element_offset(p.log_f, keys.batch, keys.start + token, head));
-    return x < kLeastLogGate ? kLeastLogGate : x;
+    return log_gate(p, keys, token, head);
   }
   __device__ void store(const Sequence& keys, int token, int head, double x) const {
     c[(keys.batch * p.heads + head) * p.key_layout.time + keys.start + token] = x;
@@ -83,6 +89,25 @@ __device__ inline double block_sum(double x, double (&shared)[kGateWarps]) {
     sum += shared[i];
   }
   return sum;
+}
+
+/// `start` and the sum of x over the block's threads up to this one.
+__device__ inline double block_scan(double x, double start, double (&shared)[kGateWarps]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const double below = __shfl_up_sync(0xffffffffu, x, step);
+    x += lane >= step ? below : 0.0;
+  }
+  __syncthreads();
+  if (lane == 31) {
+    shared[warp] = x;
+  }
+  __syncthreads();
+  for (int i = 0; i < warp; ++i) {
+    start += shared[i];
+  }
+  return start + x;
 }
 
 /// The thread's token in the order of the scan, or none.
@@ -155,23 +180,10 @@ struct GateChunks {
       }
     }
     start = block_sum(start, shared);
-    double x = token < 0 ? 0.0 : scan.load(chunk.sequence, token, head);
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const double below = __shfl_up_sync(0xffffffffu, x, step);
-      x += lane >= step ? below : 0.0;
-    }
-    __syncthreads();
-    if (lane == 31) {
-      shared[warp] = x;
-    }
-    __syncthreads();
-    for (int i = 0; i < warp; ++i) {
-      start += shared[i];
-    }
+    const double x = token < 0 ? 0.0 : scan.load(chunk.sequence, token, head);
+    const double sum = block_scan(x, start, shared);
     if (token >= 0) {
-      scan.store(chunk.sequence, token, head, start + x);
+      scan.store(chunk.sequence, token, head, sum);
     }
   }
 };

@@ -37,9 +37,20 @@ struct ForwardShape {
   static constexpr int kQueryBytes = Tile16Bit<kDim>::bytes(kRows);
   static constexpr int kKeyBytes = Tile16Bit<kDim>::bytes(kKeys);
   static constexpr int kStageBytes = 2 * kKeyBytes;  // keys, values
+  static constexpr int kStages = 2;
   static constexpr int kSharedBytes =
-      kQueryBytes + 2 * kStageBytes + (2 * 2 * kKeys + 2 * kRows + 16) * int{sizeof(float)};
+      kQueryBytes + kStages * kStageBytes + (2 * 2 * kKeys + 2 * kRows + 16) * int{sizeof(float)};
   // The last 16: the queries' norm and BlockConstants.
+};
+
+/// The tile of short_forward_kernel, which is all of a sequence: one stage. Where there are few
+/// sequences nothing hides a warp's latencies, so eight warps have 16 queries each; where there are
+/// many, two blocks hide each other's.
+template <class Data>
+struct ShortForwardShape : ForwardShape<Data, ForwardTile{64, 1, 8, kShortTime, 64, 2, true}> {
+  using Base = ForwardShape<Data, ForwardTile{64, 1, 8, kShortTime, 64, 2, true}>;
+  static constexpr int kStages = 1;
+  static constexpr int kSharedBytes = Base::kSharedBytes - Base::kStageBytes;
 };
 
 /// A row of key_gradient_kernel's table. Eight warps share every product of a pair of tiles, and

@@ -65,6 +65,12 @@ struct AttentionForwardUnit {
   static cudaError_t launch(TensorAttention work, cudaStream_t stream);
 };
 
+template <class Data>
+struct AttentionShortForwardUnit {
+  /// Adds up gates itself.
+  static cudaError_t launch(TensorAttention work, cudaStream_t stream);
+};
+
 template <class Data, HeadDims kDims>
 struct AttentionBackwardUnit {
   /// With work.dq_sums: all gradients but the gates', dq by additions. Without, dq comes from a
@@ -171,6 +177,7 @@ class GateSums {
               (keys.batch * w.params.forward.heads + head) * w.params.forward.key_layout.time +
               keys.start),
         last_(keys.length - 1) {}
+  __device__ GateSums(const double* sums, int length) : sums_(sums), last_(length - 1) {}
 
   /// The sum at a position, or at the nearest token there is.
   __device__ double at(int position) const {

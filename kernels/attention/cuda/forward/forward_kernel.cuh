@@ -37,7 +37,7 @@ struct BlockConstants {
 template <class Shape>
 struct ForwardShared {
   unsigned char* queries;
-  unsigned char* stages;  // two of keys and values
+  unsigned char* stages;  // of keys and values
   float* key_gates;       // [2][2][kKeys]: c_ref - c_j, high and low parts
   float* row_gates;       // [2][kRows]: c_i - c_ref
   int* norm;  // largest squared norm of a query: bits of a float of at least 0, NaN the largest
@@ -46,7 +46,7 @@ struct ForwardShared {
   __device__ explicit ForwardShared(unsigned char* shared)
       : queries(shared),
         stages(queries + Shape::kQueryBytes),
-        key_gates(reinterpret_cast<float*>(stages + 2 * Shape::kStageBytes)),
+        key_gates(reinterpret_cast<float*>(stages + Shape::kStages * Shape::kStageBytes)),
         row_gates(key_gates + 4 * Shape::kKeys),
         norm(reinterpret_cast<int*>(row_gates + 2 * Shape::kRows)),
         constants(reinterpret_cast<BlockConstants*>(norm + 2)) {}
