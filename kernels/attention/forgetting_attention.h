@@ -21,10 +21,10 @@ enum class AttentionPath : uint8_t {
 /// Which tiles a pass on tensor cores takes: the portable kernels' (cuda/tile_configs.cuh), or
 /// those of the kernels for Hopper (cuda/hopper/).
 enum class AttentionTile : int {
-  kUsual,   // portable
-  kShort,   // portable, forward: sequences up to kShortTime, rows of any width and alignment
-  kWide,    // portable, forward: more queries and keys, where there are many of both
-  kSmall,   // portable, backward: for chips that give a block little shared memory
+  kUsual,  // portable
+  kShort,  // portable, forward: batch rows up to kShortTime tokens, rows of any width and alignment
+  kWide,   // portable, forward: more queries and keys, where there are many of both
+  kSmall,  // portable, backward: for chips that give a block little shared memory
   kHopper,  // those for compute capability 9.0
 };
 

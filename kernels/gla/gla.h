@@ -25,7 +25,7 @@ enum class GlaPath : uint8_t {
   kPlain,       // token by token: any dtype, any K and V; on CUDA also the kernels of one or two
                 // tokens
   kTensorCore,  // sub-chunks of 16 tokens on tensor cores (CUDA; 16-bit data)
-  kFp32Chunks,  // chunks of 64 tokens in fp32 without tensor cores (CUDA; float32 data)
+  kFp32Chunks,  // chunks of 16 to 64 tokens in fp32 without tensor cores (CUDA; float32 data)
 };
 
 /// Tensor cores take K and V up to kMostTensorCoreDim, backward only multiples of kTensorCoreDims:
@@ -34,7 +34,8 @@ enum class GlaPath : uint8_t {
 constexpr int64_t kTensorCoreDims = 16, kMostTensorCoreDim = 256;
 
 /// Calls of at most this many tokens whose sizes or rows would need padding take the plain kernels,
-/// in both directions: these take no longer there, and are exact to fp32.
+/// in both directions: these take no longer there, and are exact to fp32. So do float32 calls of at
+/// most as many tokens, whatever their sizes.
 constexpr int64_t kMostUnpaddedTokens = 8;
 
 /// Calls of at most this many tokens take the kernels of decoding, on CUDA.
@@ -46,6 +47,8 @@ struct GlaPlan {
   GlaPath path = GlaPath::kPlain;
   int64_t segment_time = 0;     // tokens of a segment, where time is divided; 0: it is not
   int64_t segments = 0;         // an upper bound of their number over all sequences
+  int64_t chunk_time = 0;       // kFp32Chunks: tokens of a chunk
+  bool by_sequences = false;    // kFp32Chunks: outputs are made of whole sequences, not chunks
   int64_t partials = 0;         // P, rows of the partial sums that a backward kernel writes
   int64_t workspace_bytes = 0;  // scratch memory, 16-byte aligned, contents irrelevant
 };

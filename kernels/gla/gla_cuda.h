@@ -42,7 +42,8 @@ cudaError_t sum_gate_channels(const GlaBackwardParams& params, void* channels, c
 // Plans and launches of fp32_chunks/fp32_chunks.cu. What is not taken, the plain kernels take.
 
 /// Whether its kernels take these params on the current device: float32 data, more tokens than
-/// kMostUnpaddedTokens, and room for K and V in shared memory.
+/// kMostUnpaddedTokens, K and V up to 256, room in shared memory, and no more blocks than a launch
+/// may have.
 cudaError_t fp32_forward_fits(const GlaParams& params, bool* fits);
 cudaError_t fp32_backward_fits(const GlaBackwardParams& params, bool* fits);
 

@@ -1,7 +1,8 @@
 #pragma once
 
-// The forward pass over short sequences of heads whose rows are no whole pieces of 16 bytes, in one
-// launch. For the other kernels q, k and v would be copied into padded rows first, gates added up,
+// The forward pass over short sequences of heads up to 63 whose rows the other kernels would need
+// padded (a D that is no multiple of 8 or less than 16, or rows that begin anywhere), in one
+// launch. For those q, k and v would be copied into padded rows first, gates added up,
 // and o copied back: three launches more, which take longer than the attention between them.
 //
 // A block has one head of one sequence: its queries, keys and values are one tile each. It reads

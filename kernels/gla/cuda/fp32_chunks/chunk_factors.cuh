@@ -2,8 +2,8 @@
 
 // What all chunks' kernels share of a sub-chunk of 16 tokens, of all chunks at once:
 //
-//   q~ = q decays from the sub-chunk's start to t        with which outputs read S, and D takes do
-//   up k~ = k decays from after s to the sub-chunk's end    with which S takes v up, and dv reads D
+//   q~ = q decays from the sub-chunk's start to t: by it outputs read S and D takes do up
+//   k~ = k decays from after s to the sub-chunk's end: by it S takes v up and dv reads D
 //   scores = sum over channels of q_t k_s decays from after s to t, s <= t
 //   total = the product of all decays
 //
@@ -19,6 +19,12 @@ namespace tidegate::kernels::gla::fp32_chunks {
 /// How many sub-chunks a chunk has: a power of two, up to four.
 struct ChunkSize {
   int bits = 0;
+
+  static ChunkSize of(int64_t tokens) {
+    ChunkSize size;
+    while (size.tokens() < tokens) ++size.bits;
+    return size;
+  }
 
   __host__ __device__ int sub_chunks() const { return 1 << bits; }
   __host__ __device__ int tokens() const { return kTokens << bits; }

@@ -121,7 +121,8 @@ class OutputTile {
       if (i + 1 < subs || w_.final != nullptr) take_up(stage);
     }
     if (w_.final != nullptr) {
-      kernels::wait_for_copies<0>();  // the state's, of an empty sequence
+      commit_copies();  // of the state, where there was no sub-chunk
+      kernels::wait_for_copies<0>();
       __syncthreads();
       store_state(w_.final, block_.sequence.index);
     }

@@ -61,9 +61,12 @@ ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
   return chunk;
 }
 
-/// Blocks of the launch that has most of them.
-int64_t factor_blocks(const GlaParams& p, ChunkSize chunk) {
-  return time_tiles(p.layout, chunk.tokens()).count * chunk.sub_chunks() * p.heads;
+/// At least as many blocks as any of the launches has: a sub-chunk of a head, or a chunk's tile of
+/// as few columns or channels as there are.
+int64_t most_blocks(const GlaParams& p, ChunkSize chunk) {
+  const int64_t of_chunk =
+      std::max({int64_t{chunk.sub_chunks()}, ceil_div(p.value_dim, 32), ceil_div(p.key_dim, 16)});
+  return time_tiles(p.layout, chunk.tokens()).count * p.heads * of_chunk;
 }
 
 /// Tokens of a segment of the state scans, or 0 where their blocks keep the device busy as they
@@ -71,7 +74,8 @@ int64_t factor_blocks(const GlaParams& p, ChunkSize chunk) {
 int64_t choose_segment(const GlaParams& p, int directions, int multiprocessors) {
   constexpr int64_t kFewestParts = 4, kFewestChunks = 8;
   const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
-  const int64_t blocks = directions * sequences * p.heads * ceil_div(p.key_dim, kStateRows) *
+  const int64_t heads = std::max<int64_t>(1, p.heads);
+  const int64_t blocks = directions * sequences * heads * ceil_div(p.key_dim, kStateRows) *
                          ceil_div(p.value_dim, kStateColumns);
   const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kMostChunk);
   const int64_t parts = std::min(4 * multiprocessors / blocks, chunks / kFewestChunks);
@@ -139,14 +143,15 @@ cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
   *plan = {.path = GlaPath::kFp32Chunks};
-  const bool by_sequences = goes_by_sequences(p, limits);
+  plan->by_sequences = goes_by_sequences(p, limits);
   // Whole sequences: D comes with dv, and S is needed by gradients alone.
-  const int scans = by_sequences ? directions - 1 : directions;
+  const int scans = plan->by_sequences ? directions - 1 : directions;
   plan->segment_time = scans == 0 ? 0 : choose_segment(p, scans, limits.multiprocessors);
   if (plan->segment_time > 0) {
     plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }
   const ChunkSize chunk = choose_chunk(p, limits);
+  plan->chunk_time = chunk.tokens();
   plan->partials = time_tiles(p.layout, chunk.tokens()).count;
   plan->workspace_bytes =
       Workspace(p, chunk, plan->segments, directions == 1 ? scans : directions).bytes();
@@ -155,10 +160,10 @@ cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
 
 // ---- Launches ----
 
-StateScan new_scan(const GlaParams& p, const DeviceLimits& limits) {
+StateScan new_scan(const GlaParams& p) {
   StateScan scan;
   scan.params = p;
-  scan.factors = factors_of(p, choose_chunk(p, limits));
+  scan.factors = factors_of(p, ChunkSize::of(p.plan.chunk_time));
   scan.chunks = time_tiles(p.layout, scan.factors.chunk.tokens());
   return scan;
 }
@@ -167,7 +172,7 @@ cudaError_t launch_factors(const StateScan& scan, cudaStream_t stream) {
   const FactorWork work = {scan.params, scan.chunks, scan.factors};
   const int threads =
       std::min(kFactorThreads, static_cast<int>(ceil_div(scan.factors.width * kGroups, 32) * 32));
-  const int64_t blocks = factor_blocks(scan.params, scan.factors.chunk);
+  const int64_t blocks = scan.chunks.count * scan.factors.chunk.sub_chunks() * scan.params.heads;
   return launch_early<&chunk_factors_kernel>(blocks, dim3(threads), 0, stream, work);
 }
 
@@ -242,7 +247,7 @@ cudaError_t launch_outputs(const StateScan& scan, const HeadSeries& values, cons
                        .chunks = scan.chunks,
                        .blocks = scan.chunks,
                        .states = scan.states[kAdjoint],
-                       .whole = goes_by_sequences(p, limits)};
+                       .whole = p.plan.by_sequences};
   if (work.whole) {
     work.blocks = time_tiles(p.layout, p.layout.time + 1);
     work.initial = static_cast<const float*>(scan.initial[kAdjoint]);
@@ -263,8 +268,10 @@ cudaError_t launch_gradients(const ChunkGradients& work, cudaStream_t stream) {
   return launch_early<kKernel>(blocks, dim3(kThreads), bytes, stream, work);
 }
 
+/// Of larger heads the states of chunks would take many times the memory of the inputs.
 bool is_for_chunks(const GlaParams& p) {
-  return p.q.dtype == DType::kFloat32 && p.layout.time > kMostUnpaddedTokens;
+  return p.q.dtype == DType::kFloat32 && p.layout.time > kMostUnpaddedTokens &&
+         std::max(p.key_dim, p.value_dim) <= kMostTensorCoreDim;
 }
 
 }  // namespace
@@ -278,7 +285,7 @@ cudaError_t fp32_forward_fits(const GlaParams& p, bool* fits) {
     DeviceLimits limits;
     TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
     *fits = output_bytes(p, 1) <= limits.shared_bytes &&
-            factor_blocks(p, choose_chunk(p, limits)) <= std::numeric_limits<int>::max();
+            most_blocks(p, choose_chunk(p, limits)) <= std::numeric_limits<int>::max();
   }
   return cudaSuccess;
 }
@@ -301,8 +308,8 @@ cudaError_t fp32_backward_plan(const GlaBackwardParams& b, GlaPlan* plan) {
 cudaError_t fp32_forward(const GlaParams& p, cudaStream_t stream) {
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  const bool by_sequences = goes_by_sequences(p, limits);
-  StateScan scan = new_scan(p, limits);
+  const bool by_sequences = p.plan.by_sequences;
+  StateScan scan = new_scan(p);
   scan.initial[0] = p.h0;
   scan.final[0] = p.h_final;
   Workspace(p, scan.factors.chunk, p.plan.segments, by_sequences ? 0 : 1)
@@ -318,7 +325,7 @@ cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   const GlaParams& p = b.forward;
   DeviceLimits limits;
   TIDEGATE_RETURN_IF_CUDA_ERROR(read_device_limits(&limits));
-  StateScan scan = new_scan(p, limits);
+  StateScan scan = new_scan(p);
   scan.d_o = b.d_o;
   scan.initial[0] = p.h0;
   scan.initial[1] = b.dh_final;
@@ -326,8 +333,7 @@ cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   float* const gate_channels =
       Workspace(p, scan.factors.chunk, p.plan.segments, kDirections).assign(p.workspace, &scan);
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_factors(scan, stream));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(
-      find_states(scan, goes_by_sequences(p, limits) ? 1 : kDirections, stream));
+  TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, p.plan.by_sequences ? 1 : kDirections, stream));
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_outputs<true>(scan, b.d_o, b.dv, limits, stream));
   const ChunkGradients work = {
       b, scan.factors, scan.chunks, scan.states[0], scan.states[1], gate_channels};
