@@ -121,6 +121,7 @@ Decoder::Batch::Batch(CausalLM given, const DecoderOptions& wanted)
   asked.window = kDecoderWindow;
   asked.stops = options.max_stop_ids();
   asked.log_probs = options.log_probs();
+  asked.row_by_row = options.invariant();
   const Unrecorded unrecorded;
   engine.emplace(*model, asked);
   is_taken.resize(static_cast<size_t>(options.slots()), false);

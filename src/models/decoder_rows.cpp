@@ -72,6 +72,7 @@ DecoderRows::~DecoderRows() {
 bool DecoderRows::fit(const CausalLMImpl& model, const RowsOptions& wanted) const {
   return &model == &model_ && wanted.rows == options_.rows && wanted.stops == options_.stops &&
          wanted.window == options_.window && wanted.log_probs == options_.log_probs &&
+         wanted.row_by_row == options_.row_by_row &&
          (!keeps_tokens() || wanted.capacity <= capacity()) && places_of(model) == parameters_;
 }
 
@@ -230,8 +231,13 @@ bool DecoderRows::step_deferred(int64_t count, const ModelState& state, int64_t 
 
 void DecoderRows::step(int64_t count, const ModelState& state) {
   sampled_.sample(logits_, count);
-  RowStates::allow_step(state);
-  model_.advance(sampled_.ids.narrow(0, 0, count), state, bounds_, logits_.narrow(0, 0, count));
+  const int64_t together = options_.row_by_row && device_.is_cpu() ? 1 : count;
+  for (int64_t first = 0; first < count; first += together) {
+    const ModelState rows = together == count ? state : RowStates::part(state, first, together);
+    RowStates::allow_step(rows);
+    model_.advance(sampled_.ids.narrow(0, first, together), rows, bounds_,
+                   logits_.narrow(0, first, together));
+  }
 }
 
 const Tensor& RowTokens::wait() {

@@ -24,6 +24,10 @@ struct RowsOptions {
   int64_t window = 16;   // tokens a row that wait for the host at most
   int64_t stops = 1;     // tokens that end a row, at most
   bool log_probs = false;
+  // On the CPU, a step takes one row after another, which then has the same bits wherever it
+  // stands: torch's functions there take the last elements of a tensor in another way than those
+  // before.
+  bool row_by_row = false;
 };
 
 /// Tokens of the first rows on their way to the host.

@@ -83,6 +83,16 @@ ModelState RowStates::first(int64_t count) const {
   return views;
 }
 
+ModelState RowStates::part(const ModelState& state, int64_t first, int64_t count) {
+  ModelState views(state.size());
+  for (size_t k = 0; k < state.size(); ++k) {
+    for (size_t i = 0; i < state[k].size(); ++i) {
+      views[k].push_back(i == kRoomPlace ? state[k][i] : state[k][i].narrow(0, first, count));
+    }
+  }
+  return views;
+}
+
 void RowStates::allow_step(const ModelState& state) {
   for (const nn::MixerState& layer : state) {
     if (layer.size() > kRoomPlace) layer[kRoomPlace].data_ptr<int64_t>()[0] = 0;

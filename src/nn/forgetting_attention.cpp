@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <limits>
-#include <regex>
 
 #include "src/nn/attention_switches.h"
 #include "src/nn/common.h"
@@ -25,11 +24,11 @@ constexpr const char* kOwnInits = "'zero', 'long:T_min:T_max' with numbers above
 
 // T_min and T_max of "long:T_min:T_max"; unset for the others.
 std::optional<std::pair<double, double>> parse_init(const std::string& text, int64_t heads) {
-  static const std::regex spec(R"(long:(\d{1,9}(?:\.\d{1,9})?):(\d{1,9}(?:\.\d{1,9})?))");
   if (text == "zero") return std::nullopt;
-  std::smatch match;
-  if (std::regex_match(text, match, spec)) {
-    const std::pair spans(std::stod(match[1]), std::stod(match[2]));
+  const std::vector<std::string_view> parts = split_at_colons(text);
+  if (parts.size() == 3 && parts[0] == "long" && is_plain_number(parts[1]) &&
+      is_plain_number(parts[2])) {
+    const std::pair spans(std::stod(std::string(parts[1])), std::stod(std::string(parts[2])));
     if (spans.first > 0 && spans.second > 0) return spans;
   }
   parse_gate_init(kOwner, text, heads, kOwnInits);

@@ -7,8 +7,8 @@
 #include <ATen/ops/rand.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
-#include <regex>
 
 namespace tidegate::nn {
 
@@ -41,18 +41,46 @@ void GateInit::draw(const at::Tensor& bias, int64_t dim) const {
   }
 }
 
+std::vector<std::string_view> split_at_colons(std::string_view text) {
+  std::vector<std::string_view> parts;
+  for (size_t end = text.find(':'); end != std::string_view::npos; end = text.find(':')) {
+    parts.push_back(text.substr(0, end));
+    text.remove_prefix(end + 1);
+  }
+  parts.push_back(text);
+  return parts;
+}
+
+bool is_plain_number(std::string_view text, PlainNumber kind) {
+  const auto are_digits = [](std::string_view digits) {
+    return !digits.empty() && digits.size() <= 9 &&
+           std::all_of(digits.begin(), digits.end(), [](char c) { return c >= '0' && c <= '9'; });
+  };
+  if (kind == PlainNumber::kSigned && !text.empty() && text[0] == '-') text.remove_prefix(1);
+  const size_t point = text.find('.');
+  if (kind == PlainNumber::kWhole || point == std::string_view::npos) return are_digits(text);
+  return are_digits(text.substr(0, point)) && are_digits(text.substr(point + 1));
+}
+
 GateInit parse_gate_init(const char* owner, const std::string& text, int64_t channels,
                          const char* also) {
-  static const std::regex spec(
-      R"((standard|ugi)|(chrono):(\d{1,9})|(gumbel-softmax)(:(-?\d{1,9}(\.\d{1,9})?):(\d{1,9}(\.\d{1,9})?))?)");
-  std::smatch match;
-  if (std::regex_match(text, match, spec)) {
-    GateInit found{match[1].str() + match[2].str() + match[4].str(), 2, 0.0, 0.5};
-    if (match[2].matched) found.t_max = std::stoll(match[3]);
-    if (match[5].matched) {
-      found.alpha = std::stod(match[6]);
-      found.tau = std::stod(match[8]);
+  const std::vector<std::string_view> parts = split_at_colons(text);
+  GateInit found{std::string(parts[0]), 2, 0.0, 0.5};
+  bool is_known = false;
+  if (found.kind == "chrono") {
+    is_known = parts.size() == 2 && is_plain_number(parts[1], PlainNumber::kWhole);
+    if (is_known) found.t_max = std::stoll(std::string(parts[1]));
+  } else if (found.kind == "gumbel-softmax" && parts.size() == 3) {
+    is_known = is_plain_number(parts[1], PlainNumber::kSigned) && is_plain_number(parts[2]);
+    if (is_known) {
+      found.alpha = std::stod(std::string(parts[1]));
+      found.tau = std::stod(std::string(parts[2]));
     }
+  } else {
+    is_known = parts.size() == 1 &&
+               (found.kind == "standard" || found.kind == "ugi" || found.kind == "gumbel-softmax");
+  }
+  if (is_known) {
     if (found.kind == "ugi") found.tau = 1.0;
     if (found.t_max >= 2 && found.tau > 0.0) {
       const bool is_spread = found.kind == "ugi" || found.kind == "gumbel-softmax";

@@ -6,8 +6,23 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 namespace tidegate::nn {
+
+// What specs such as "chrono:512" are read by. std::regex would do it in a line, but its templates
+// become weak symbols of this library, which a program's other libraries then take for theirs: a
+// model that AOTInductor compiled with another compiler crashed on them.
+
+/// At least one part, which may be empty.
+std::vector<std::string_view> split_at_colons(std::string_view text);
+
+enum class PlainNumber : uint8_t { kWhole, kUnsigned, kSigned };
+
+/// Whether text is one to nine digits; but for kWhole with a point and one to nine more, if it has
+/// one; of kSigned with a minus before them, if it has one.
+bool is_plain_number(std::string_view text, PlainNumber kind = PlainNumber::kUnsigned);
 
 /// What gate_init asks for.
 struct GateInit {
