@@ -56,6 +56,13 @@ def run_ok(*command: object, **environment: str) -> str:
 # ---------------------------------------------------------------- import
 
 
+def test_the_library_offers_no_regular_expressions() -> None:
+    """Its templates would be weak symbols, which a model that AOTInductor compiled with another g++
+    took from here, in C++, and crashed on them."""
+    symbols = run_ok("nm", "-D", "--defined-only", INFO["library"])
+    assert "regex" not in symbols
+
+
 def test_import_registers_the_ops_and_the_version() -> None:
     assert tidegate.__version__ == INFO["version"]
     assert hasattr(torch.ops.tidegate, "hgru")
