@@ -336,7 +336,10 @@ std::vector<DecodedToken> Decoder::step(int64_t steps) {
     const int64_t now = std::min({steps, kDecoderWindow, b.room()});
     const auto count = static_cast<int64_t>(b.rows.size());
     try {
-      b.engine->advance(b.options.invariant() ? slots() : count, now, count);
+      // An invariant step takes all slots, so that a product has the same rows always; on the CPU
+      // it takes them one by one, and those that are idle need not be.
+      const bool all = b.options.invariant() && !b.engine->device().is_cpu();
+      b.engine->advance(all ? slots() : count, now, count);
     } catch (...) {
       if (!b.engine->is_trusted()) b.rows.clear();
       if (out.empty()) throw;

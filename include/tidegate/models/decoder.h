@@ -28,7 +28,8 @@ struct DecoderOptions {
   /// Whether tokens come with their log-probabilities.
   TORCH_ARG(bool, log_probs) = false;
   /// Whether a sequence's logits have the same bits whatever else is in the batch. Costs: a step
-  /// always computes all slots, prompts are read one by one, and capacity is a limit.
+  /// always computes all slots (on the CPU its rows alone), prompts are read one by one,
+  /// and capacity is a limit.
   TORCH_ARG(bool, invariant) = false;
 };
 

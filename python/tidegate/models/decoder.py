@@ -67,8 +67,8 @@ class Decoder:
         prompt_chunk: tokens of prompts that are read at once: a bound on the memory that takes.
         log_probs: whether tokens come with their log-probabilities.
         invariant: whether a sequence's logits have the same bits whatever else is in the batch.
-            Costs: a step always computes all slots, prompts are read one by one, and capacity is a
-            limit.
+            Costs: a step always computes all slots (on the CPU its rows alone), prompts
+            are read one by one, and capacity is a limit.
         decode: the text of a list of ids, for stop strings.
 
     Raises ValueError for wrong arguments, here and in every method, before anything changes.
