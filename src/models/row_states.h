@@ -26,7 +26,7 @@ class RowStates {
 
   /// The first rows, views: what a step over them updates.
   ModelState first(int64_t count) const;
-  /// Of such views, those of some rows.
+  /// Views of some of the rows that the views `state` have.
   static ModelState part(const ModelState& state, int64_t first, int64_t count);
   /// Says to layers that keep tokens that there is room for one more: they need not look.
   static void allow_step(const ModelState& state);

@@ -59,6 +59,27 @@ class GlaCuda : public ::testing::TestWithParam<Param> {
     return shape;
   }
 
+  /// Both passes, twice for their bits.
+  static void check_both_passes(const GlaShape& shape, GlaPath path) {
+    SCOPED_TRACE(shape.full_name());
+    GlaProblem problem(shape), again(shape);
+    for (GlaProblem* p : {&problem, &again}) {
+      kernels::gla::GlaBackwardParams params = p->backward_params();
+      params.forward.path = path;
+      check_cuda(kernels::gla::gla_backward_plan(params, &params.forward.plan), "plan");
+      p->take_partials(params.forward.plan.partials);
+      GlaOnDevice device(*p, path);
+      device.forward(device.forward_params());
+      device.backward();
+      device.download();
+    }
+    problem.check();
+    for (size_t i = 0; i < problem.outputs().size(); ++i) {
+      EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched());
+      EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i])) << "output " << i;
+    }
+  }
+
   /// A NaN or infinity at token t reaches no output of an earlier token, in whatever place of a
   /// sub-chunk t is; and what it does not reach is as it would be without it.
   void check_that_nan_reaches_later_tokens_only(GlaPath path) const {
@@ -102,21 +123,7 @@ class GlaCuda : public ::testing::TestWithParam<Param> {
 
 class GlaCudaPlain : public GlaCuda {
  protected:
-  static void check(const GlaShape& shape) {
-    SCOPED_TRACE(shape.full_name());
-    GlaProblem problem(shape), again(shape);
-    for (GlaProblem* p : {&problem, &again}) {
-      GlaOnDevice device(*p, GlaPath::kPlain);
-      device.forward(device.forward_params());
-      device.backward();
-      device.download();
-    }
-    problem.check();
-    for (size_t i = 0; i < problem.outputs().size(); ++i) {
-      EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched());
-      EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i])) << "output " << i;
-    }
-  }
+  static void check(const GlaShape& shape) { check_both_passes(shape, GlaPath::kPlain); }
 };
 
 TEST_P(GlaCudaPlain, EveryLength) {
@@ -379,26 +386,7 @@ INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaTensorCore,
 
 class GlaCudaFp32Chunks : public GlaCuda {
  protected:
-  /// Both passes, twice for their bits.
-  static void check(const GlaShape& shape) {
-    SCOPED_TRACE(shape.full_name());
-    GlaProblem problem(shape), again(shape);
-    for (GlaProblem* p : {&problem, &again}) {
-      kernels::gla::GlaBackwardParams params = p->backward_params();
-      params.forward.path = GlaPath::kFp32Chunks;
-      check_cuda(kernels::gla::gla_backward_plan(params, &params.forward.plan), "plan");
-      p->take_partials(params.forward.plan.partials);
-      GlaOnDevice device(*p, GlaPath::kFp32Chunks);
-      device.forward(device.forward_params());
-      device.backward();
-      device.download();
-    }
-    problem.check();
-    for (size_t i = 0; i < problem.outputs().size(); ++i) {
-      EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched());
-      EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i])) << "output " << i;
-    }
-  }
+  static void check(const GlaShape& shape) { check_both_passes(shape, GlaPath::kFp32Chunks); }
 };
 
 TEST_P(GlaCudaFp32Chunks, EveryLength) {

@@ -29,7 +29,8 @@ struct ChunkSize {
   __host__ __device__ int sub_chunks() const { return 1 << bits; }
   __host__ __device__ int tokens() const { return kTokens << bits; }
 
-  /// Of sub-chunks that are counted over many chunks: the chunk, and the place in it.
+  /// The chunk of a sub-chunk whose number counts over many chunks, and its place within that
+  /// chunk.
   __device__ int chunk_of(int sub) const { return sub >> bits; }
   __device__ int place_of(int sub) const { return sub & (sub_chunks() - 1); }
   __device__ bool is_last(int sub) const { return place_of(sub) == sub_chunks() - 1; }

@@ -27,8 +27,8 @@ struct ChunkOutputs {
   TimeTiles chunks = {};
   TimeTiles blocks = {};          // what a block of threads takes: chunks, or whole sequences
   const float* states = nullptr;  // of chunks: [chunk index, H, K, V], S before or D after them
-  // Of whole sequences: [N, H, K, V]; null means zero, and not asked for. `kept` gets D after every
-  // chunk: [chunk index, H, K, V].
+  // Where a block takes a whole sequence: the state before and after it, [N, H, K, V] (null means
+  // zero, and not asked for), and `kept`, which gets D after every chunk, [chunk index, H, K, V].
   bool whole = false;
   const float* initial = nullptr;
   float *final = nullptr, *kept = nullptr;

@@ -119,7 +119,7 @@ class StateTile {
   __device__ bool begins_chunk(int sub, int i) const {
     return kAdjoint ? i == 0 || chunk_.is_last(sub) : chunk_.place_of(sub) == 0;
   }
-  /// Of a chunk, the state in which this direction comes into it.
+  /// Stores the state in which this direction comes into a chunk.
   __device__ void keep(int chunk) const {
     if (!w_.maps) store(w_.states[kAdjoint], first_chunk_ + chunk);
   }

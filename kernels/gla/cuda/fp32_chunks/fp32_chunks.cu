@@ -61,11 +61,12 @@ ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
   return chunk;
 }
 
-/// At least as many blocks as any of the launches has: a sub-chunk of a head, or a chunk's tile of
-/// as few columns or channels as there are.
+/// At least as many blocks as any of the launches has, which are sub-chunks of a head, or tiles of
+/// its chunks or sequences.
 int64_t most_blocks(const GlaParams& p, ChunkSize chunk) {
   const int64_t of_chunk =
-      std::max({int64_t{chunk.sub_chunks()}, ceil_div(p.value_dim, 32), ceil_div(p.key_dim, 16)});
+      std::max({int64_t{chunk.sub_chunks()}, ceil_div(p.value_dim, 32), ceil_div(p.key_dim, 16),
+                ceil_div(p.key_dim, kStateRows) * ceil_div(p.value_dim, kStateColumns)});
   return time_tiles(p.layout, chunk.tokens()).count * p.heads * of_chunk;
 }
 
@@ -268,7 +269,8 @@ cudaError_t launch_gradients(const ChunkGradients& work, cudaStream_t stream) {
   return launch_early<kKernel>(blocks, dim3(kThreads), bytes, stream, work);
 }
 
-/// Of larger heads the states of chunks would take many times the memory of the inputs.
+/// Whether the dtype, the time and the head dimensions are for chunks. The states of larger heads
+/// would take many times the memory of the inputs.
 bool is_for_chunks(const GlaParams& p) {
   return p.q.dtype == DType::kFloat32 && p.layout.time > kMostUnpaddedTokens &&
          std::max(p.key_dim, p.value_dim) <= kMostTensorCoreDim;

@@ -87,7 +87,8 @@ struct RawTokens {
   float query[kLaneTokens], key[kLaneTokens], gate[kLaneTokens];
   bool exists[kLaneTokens];
 
-  /// Of a channel; step_of(i) is the step of token i of the sub-chunk, which has `count`.
+  /// Loads the lane's tokens of a channel. The sub-chunk has `count` tokens, and step_of(i) is the
+  /// step of the scan of its token i.
   template <class StepOf>
   __device__ void load(const Inputs& inputs, bool has_channel, int channel, int count,
                        StepOf step_of) {
