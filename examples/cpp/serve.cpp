@@ -90,7 +90,7 @@ int main(int count, char** arguments) try {
       running[decoder.add(bytes_of(line.second), options)] = line;
     }
     if (running.empty()) break;
-    for (const DecodedToken& token : decoder.step(kTokensAtOnce)) {
+    for (const DecodedToken& token : decoder.steps(kTokensAtOnce)) {
       std::string& text = running[token.slot].second;
       text += static_cast<char>(token.token);
       if (!token.is_last) continue;

@@ -107,16 +107,16 @@ struct Decoder::Batch {
 
 Decoder::Batch::Batch(CausalLM given, const DecoderOptions& wanted)
     : model(std::move(given)), options(wanted), evaluating(*model) {
-  TORCH_CHECK_VALUE(options.slots() >= 1, "Decoder: slots: expected an integer >= 1; got ",
-                    options.slots());
+  TORCH_CHECK_VALUE(options.max_batch() >= 1, "Decoder: max_batch: expected an integer >= 1; got ",
+                    options.max_batch());
   TORCH_CHECK_VALUE(options.capacity() >= 1, "Decoder: capacity: expected an integer >= 1; got ",
                     options.capacity());
   TORCH_CHECK_VALUE(options.prompt_chunk() >= 1,
                     "Decoder: prompt_chunk: expected an integer >= 1; got ",
                     options.prompt_chunk());
-  check_memory("Decoder", *model, options.slots(), options.capacity());
+  check_memory("Decoder", *model, options.max_batch(), options.capacity());
   RowsOptions asked;
-  asked.rows = options.slots();
+  asked.rows = options.max_batch();
   asked.capacity = options.capacity();
   asked.window = kDecoderWindow;
   asked.stops = options.max_stop_ids();
@@ -124,12 +124,12 @@ Decoder::Batch::Batch(CausalLM given, const DecoderOptions& wanted)
   asked.row_by_row = options.invariant();
   const Unrecorded unrecorded;
   engine.emplace(*model, asked);
-  is_taken.resize(static_cast<size_t>(options.slots()), false);
+  is_taken.resize(static_cast<size_t>(options.max_batch()), false);
 }
 
 void Decoder::Batch::check_room(int64_t count) const {
   const auto free = std::count(is_taken.begin(), is_taken.end(), false);
-  TORCH_CHECK_VALUE(count <= free, kAdd, ": expected ", count, " free of the ", options.slots(),
+  TORCH_CHECK_VALUE(count <= free, kAdd, ": expected ", count, " free of the ", options.max_batch(),
                     " slots; got ", free, ": remove() ends a sequence");
 }
 
@@ -155,7 +155,8 @@ int64_t Decoder::Batch::take_slot() {
 }
 
 size_t Decoder::Batch::row_of(const char* owner, int64_t slot, bool must_go_on) const {
-  const bool is_used = slot >= 0 && slot < options.slots() && is_taken[static_cast<size_t>(slot)];
+  const bool is_used =
+      slot >= 0 && slot < options.max_batch() && is_taken[static_cast<size_t>(slot)];
   TORCH_CHECK_VALUE(is_used, owner, ": slot: expected one that add() gave and remove() did not ",
                     "free; got ", slot);
   const auto found =
@@ -232,7 +233,7 @@ int64_t Decoder::active() const { return static_cast<int64_t>(batch_->rows.size(
 int64_t Decoder::taken() const {
   return std::count(batch_->is_taken.begin(), batch_->is_taken.end(), true);
 }
-int64_t Decoder::slots() const { return batch_->options.slots(); }
+int64_t Decoder::max_batch() const { return batch_->options.max_batch(); }
 
 int64_t Decoder::add(const Tensor& prompt, const SequenceOptions& options) {
   return add(std::vector<Tensor>{prompt}, {options}).front();
@@ -281,9 +282,9 @@ std::vector<int64_t> Decoder::add(const std::vector<Tensor>& prompts,
   return slots;
 }
 
-int64_t Decoder::add_saved(const TensorMap& saved, const Tensor& prompt,
-                           const SequenceOptions& options) {
-  constexpr const char* kOwner = "Decoder.add_saved";
+int64_t Decoder::load_prefix(const TensorMap& saved, const Tensor& prompt,
+                             const SequenceOptions& options) {
+  constexpr const char* kOwner = "Decoder.load_prefix";
   Batch& b = *batch_;
   const auto ids = checked_prompt(kOwner, prompt, *b.model->config.vocab_size, true);
   check_sequence(kOwner, options, b.options.max_stop_ids());
@@ -300,6 +301,11 @@ int64_t Decoder::add_saved(const TensorMap& saved, const Tensor& prompt,
   }
   b.begin(read, {row_settings(options)}, {before.tokens});
   return b.rows.back().slot;
+}
+
+int64_t Decoder::load_prefix(const std::string& path, const Tensor& prompt,
+                             const SequenceOptions& options) {
+  return load_prefix(load_safetensors(path), prompt, options);
 }
 
 int64_t Decoder::fork(int64_t slot, const SequenceOptions& options) {
@@ -320,34 +326,40 @@ int64_t Decoder::fork(int64_t slot, const SequenceOptions& options) {
   return b.rows.back().slot;
 }
 
-std::vector<DecodedToken> Decoder::step(int64_t steps) {
-  TORCH_CHECK_VALUE(steps >= 1, "Decoder.step: steps: expected an integer >= 1; got ", steps);
+std::map<int64_t, DecodedToken> Decoder::step() {
+  std::map<int64_t, DecodedToken> by_slot;
+  for (const DecodedToken& token : steps(1)) by_slot.emplace(token.slot, token);
+  return by_slot;
+}
+
+std::vector<DecodedToken> Decoder::steps(int64_t count) {
+  TORCH_CHECK_VALUE(count >= 1, "Decoder.steps: count: expected an integer >= 1; got ", count);
   Batch& b = *batch_;
   if (b.failure) std::rethrow_exception(std::exchange(b.failure, nullptr));
   for (const Batch::Row& row : b.rows) {
-    const int64_t drawn = std::min(steps, row.limit - row.drawn);
+    const int64_t drawn = std::min(count, row.limit - row.drawn);
     b.check_capacity("Decoder.step", static_cast<int64_t>(row.ids.size()) + drawn);
   }
   const Unrecorded unrecorded;
   std::vector<DecodedToken> out;
-  while (steps > 0 && !b.rows.empty()) {
+  while (count > 0 && !b.rows.empty()) {
     // All rows make every step of a window, though one may end within it. Where capacity is a
     // limit, no step goes beyond what the longest row has room for.
-    const int64_t now = std::min({steps, kDecoderWindow, b.room()});
-    const auto count = static_cast<int64_t>(b.rows.size());
+    const int64_t now = std::min({count, kDecoderWindow, b.room()});
+    const auto rows = static_cast<int64_t>(b.rows.size());
     try {
       // An invariant step takes all slots, so that a product has the same rows always; on the CPU
       // it takes them one by one, and those that are idle need not be.
       const bool all = b.options.invariant() && !b.engine->device().is_cpu();
-      b.engine->advance(all ? slots() : count, now, count);
+      b.engine->advance(all ? max_batch() : rows, now, rows);
     } catch (...) {
       if (!b.engine->is_trusted()) b.rows.clear();
       if (out.empty()) throw;
-      b.failure = std::current_exception();  // after these tokens, the next step() says so
+      b.failure = std::current_exception();  // after these tokens, the next steps() says so
       break;
     }
-    b.collect(b.engine->fetch(count, now), &out);
-    steps -= now;
+    b.collect(b.engine->fetch(rows, now), &out);
+    count -= now;
   }
   return out;
 }
@@ -363,12 +375,16 @@ void Decoder::remove(int64_t slot) {
   b.is_taken[static_cast<size_t>(slot)] = false;
 }
 
-TensorMap Decoder::save(int64_t slot) const {
+TensorMap Decoder::save_prefix(int64_t slot) const {
   const Batch& b = *batch_;
-  const auto row = static_cast<int64_t>(b.row_of("Decoder.save", slot, /*must_go_on=*/true));
+  const auto row = static_cast<int64_t>(b.row_of("Decoder.save_prefix", slot, /*must_go_on=*/true));
   const Unrecorded unrecorded;
   const auto [state, logits] = b.engine->read_row(row);
   return pack_state({state, logits, b.rows[static_cast<size_t>(row)].ids}, b.model->config);
+}
+
+void Decoder::save_prefix(int64_t slot, const std::string& path) const {
+  save_safetensors(save_prefix(slot), path);
 }
 
 }  // namespace tidegate::models

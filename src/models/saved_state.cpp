@@ -61,12 +61,15 @@ void refuse_other_model(const char* owner, const TensorMap& saved, const LMConfi
   const Json theirs = saved_config(owner, saved);
   if (theirs.is_null()) return;
   const Json ours = state_config(config);
+  // A version that did not know a field wrote what is a model with its default.
+  const Json defaults = state_config(LMConfig());
   std::set<std::string> names;
   for (const Json* fields : {&ours, &theirs}) {
     for (const auto& [name, value] : fields->items()) names.insert(name);
   }
   for (const std::string& name : names) {
-    const Json wanted = ours.value(name, Json()), given = theirs.value(name, Json());
+    const Json wanted = ours.value(name, Json());
+    const Json given = theirs.value(name, defaults.value(name, Json()));
     const bool same = nlohmann::json(wanted) == nlohmann::json(given);  // in any order of keys
     TORCH_CHECK_VALUE(same, owner, ": saved: expected the prefix of a model with ", name, " = ",
                       python_text(wanted), "; got one with ", python_text(given));
@@ -80,7 +83,7 @@ std::string place_name(size_t layer, size_t place) {
 const Tensor& saved_tensor(const char* owner, const TensorMap& saved, const std::string& name) {
   const auto found = saved.find(name);
   TORCH_CHECK_VALUE(found != saved.end(), owner, ": saved: expected a tensor '", name,
-                    "', as save() makes of this model; got none");
+                    "', as save_prefix() makes of this model; got none");
   return found->second;
 }
 

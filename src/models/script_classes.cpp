@@ -116,10 +116,10 @@ struct RunningDecoder : torch::CustomClassHolder {
   using Numbers = std::vector<double>;
   using Integers = std::vector<int64_t>;
 
-  RunningDecoder(c10::intrusive_ptr<SharedCausalLM> given, int64_t slots, int64_t capacity,
+  RunningDecoder(c10::intrusive_ptr<SharedCausalLM> given, int64_t max_batch, int64_t capacity,
                  int64_t max_stop_ids, int64_t prompt_chunk, bool log_probs, bool invariant)
       : model(std::move(given)),
-        decoder(model->model, DecoderOptions(slots)
+        decoder(model->model, DecoderOptions(max_batch)
                                   .capacity(capacity)
                                   .max_stop_ids(max_stop_ids)
                                   .prompt_chunk(prompt_chunk)
@@ -144,8 +144,8 @@ struct RunningDecoder : torch::CustomClassHolder {
 
   /// int64 `[tokens, 3]`: slot, token, whether it is the sequence's last; fp64 `[tokens]`: their
   /// log-probabilities.
-  std::tuple<Tensor, Tensor> step(int64_t steps) {
-    const std::vector<DecodedToken> tokens = decoder.step(steps);
+  std::tuple<Tensor, Tensor> steps(int64_t asked) {
+    const std::vector<DecodedToken> tokens = decoder.steps(asked);
     const auto count = static_cast<int64_t>(tokens.size());
     Tensor integers = at::empty({count, 3}, at::kLong), log_probs = at::empty({count}, at::kDouble);
     for (int64_t i = 0; i < count; ++i) {
@@ -159,17 +159,17 @@ struct RunningDecoder : torch::CustomClassHolder {
     return {integers, log_probs};
   }
 
-  c10::Dict<std::string, Tensor> save(int64_t slot) const {
+  c10::Dict<std::string, Tensor> save_prefix(int64_t slot) const {
     c10::Dict<std::string, Tensor> out;
-    for (const auto& [name, tensor] : decoder.save(slot)) out.insert(name, tensor);
+    for (const auto& [name, tensor] : decoder.save_prefix(slot)) out.insert(name, tensor);
     return out;
   }
 
-  int64_t add_saved(const c10::Dict<std::string, Tensor>& saved, const Tensor& prompt,
-                    const Numbers& numbers, const Integers& integers) {
+  int64_t load_prefix(const c10::Dict<std::string, Tensor>& saved, const Tensor& prompt,
+                      const Numbers& numbers, const Integers& integers) {
     TensorMap tensors;
     for (const auto& item : saved) tensors.emplace(item.key(), item.value());
-    return decoder.add_saved(tensors, prompt, options(numbers, integers));
+    return decoder.load_prefix(tensors, prompt, options(numbers, integers));
   }
 
   c10::intrusive_ptr<SharedCausalLM> model;
@@ -201,18 +201,18 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
       .def(torch::init<c10::intrusive_ptr<SharedCausalLM>, int64_t, int64_t, int64_t, int64_t, bool,
                        bool>())
       .def("add", &RunningDecoder::add)
-      .def("add_saved", &RunningDecoder::add_saved)
+      .def("load_prefix", &RunningDecoder::load_prefix)
       .def("fork",
            [](const c10::intrusive_ptr<RunningDecoder>& self, int64_t slot,
               const std::vector<double>& numbers, const std::vector<int64_t>& integers) {
              return self->decoder.fork(slot, RunningDecoder::options(numbers, integers));
            })
-      .def("step", &RunningDecoder::step)
+      .def("steps", &RunningDecoder::steps)
       .def("end", [](const c10::intrusive_ptr<RunningDecoder>& self,
                      int64_t slot) { self->decoder.end(slot); })
       .def("remove", [](const c10::intrusive_ptr<RunningDecoder>& self,
                         int64_t slot) { self->decoder.remove(slot); })
-      .def("save", &RunningDecoder::save)
+      .def("save_prefix", &RunningDecoder::save_prefix)
       .def("active",
            [](const c10::intrusive_ptr<RunningDecoder>& self) { return self->decoder.active(); })
       .def("taken",

@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 #include <torch/cuda.h>
 
+#include <cstdio>
 #include <map>
+#include <string>
 #include <vector>
 
 #include "src/models/decoder_rows.h"
@@ -31,7 +33,7 @@ CausalLM made(const char* mixer) {
 std::map<int64_t, std::vector<int64_t>> decoded(Decoder& decoder, int64_t steps) {
   std::map<int64_t, std::vector<int64_t>> tokens;
   while (decoder.active() > 0) {
-    for (const DecodedToken& one : decoder.step(steps)) tokens[one.slot].push_back(one.token);
+    for (const DecodedToken& one : decoder.steps(steps)) tokens[one.slot].push_back(one.token);
   }
   return tokens;
 }
@@ -66,11 +68,32 @@ TEST(Decoder, SavedStatesAreAsGoodAsReading) {
   Decoder decoder(model, DecoderOptions(2));
   const int64_t whole = decoder.add(ids, options);
   const int64_t prefix = decoder.add(ids.narrow(0, 0, 6), options);
-  const TensorMap saved = decoder.save(prefix);
+  const TensorMap saved = decoder.save_prefix(prefix);
   decoder.remove(prefix);
-  const int64_t other = decoder.add_saved(saved, ids.narrow(0, 6, 3), options);
+  const int64_t other = decoder.load_prefix(saved, ids.narrow(0, 6, 3), options);
   auto tokens = decoded(decoder, 3);
   EXPECT_EQ(tokens[whole], tokens[other]);
+}
+
+TEST(Decoder, StepsBySlotAndPrefixesInFiles) {
+  CausalLM model = made("hgrn2");
+  const Tensor ids = at::randint(0, 23, {6}, at::kLong);
+  const auto options = SequenceOptions().temperature(0.0).max_new_tokens(8);
+  const std::string path = testing::TempDir() + "tidegate_prefix.safetensors";
+  Decoder decoder(model, DecoderOptions(2));
+  EXPECT_EQ(decoder.max_batch(), 2);
+  const int64_t first = decoder.add(ids, options);
+  decoder.save_prefix(first, path);
+  const int64_t second = decoder.load_prefix(path, at::zeros({0}, at::kLong), options);
+  std::remove(path.c_str());
+  for (int64_t step = 0; step < 8; ++step) {
+    const std::map<int64_t, DecodedToken> tokens = decoder.step();
+    ASSERT_EQ(tokens.size(), 2U);
+    EXPECT_EQ(tokens.at(first).token, tokens.at(second).token);
+    EXPECT_EQ(tokens.at(second).slot, second);
+    EXPECT_EQ(tokens.at(first).is_last, step == 7);
+  }
+  EXPECT_TRUE(decoder.step().empty());
 }
 
 // The states of these models have the same shapes.
@@ -78,25 +101,26 @@ TEST(Decoder, RefusesThePrefixOfAnotherConfiguration) {
   const Tensor ids = at::randint(0, 23, {6}, at::kLong);
   CausalLM hgrn = made("hgrn"), lru = made("lru");
   Decoder writer(hgrn, DecoderOptions(1)), reader(lru, DecoderOptions(1));
-  TensorMap saved = writer.save(writer.add(ids));
+  TensorMap saved = writer.save_prefix(writer.add(ids));
   const auto error_of = [&] {
     try {
-      reader.add_saved(saved, ids);
+      reader.load_prefix(saved, ids);
     } catch (const c10::ValueError& error) {
       return std::string(error.what_without_backtrace());
     }
     return std::string("no error");
   };
-  EXPECT_EQ(error_of(),
-            "Decoder.add_saved: saved: expected the prefix of a model with mixer = 'lru'; got one "
-            "with 'hgrn'");
+  EXPECT_EQ(
+      error_of(),
+      "Decoder.load_prefix: saved: expected the prefix of a model with mixer = 'lru'; got one "
+      "with 'hgrn'");
   EXPECT_EQ(reader.taken(), 0);
   saved["config"] = at::zeros({2, 3}, at::kByte);
   EXPECT_EQ(error_of(),
-            "Decoder.add_saved: saved: 'config': expected uint8 [bytes], a JSON text; got uint8 "
+            "Decoder.load_prefix: saved: 'config': expected uint8 [bytes], a JSON text; got uint8 "
             "(2, 3)");
   saved["config"] = at::full({4}, '1', at::kByte);
-  EXPECT_EQ(error_of(), "Decoder.add_saved: saved: 'config': expected an object; got 1111");
+  EXPECT_EQ(error_of(), "Decoder.load_prefix: saved: 'config': expected an object; got 1111");
 }
 
 // A token that a layer has no room for is dropped on the device, and its count says so.
@@ -126,6 +150,7 @@ TEST(Decoder, RefusesWhatDoesNotFit) {
   EXPECT_THROW(decoder.add(ids), c10::ValueError);
   decoder.remove(slot);
   EXPECT_THROW(decoder.remove(slot), c10::ValueError);
+  EXPECT_THROW(decoder.steps(0), c10::ValueError);
   EXPECT_THROW(Decoder(model, DecoderOptions(0)), c10::ValueError);
 }
 

@@ -5,6 +5,7 @@
 #include "tidegate/models/safetensors.h"
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,10 +15,10 @@ namespace tidegate::models {
 
 /// What a Decoder has room for.
 struct DecoderOptions {
-  explicit DecoderOptions(int64_t slots) : slots_(slots) {}
+  explicit DecoderOptions(int64_t max_batch) : max_batch_(max_batch) {}
 
-  /// Sequences at a time.
-  TORCH_ARG(int64_t, slots);
+  /// Sequences at a time: the decoder's slots.
+  TORCH_ARG(int64_t, max_batch);
   /// Tokens of a sequence, prompt included, that layers which keep them have room for at first.
   /// Memory grows in place where more come, and the steps are captured anew.
   TORCH_ARG(int64_t, capacity) = 1024;
@@ -65,7 +66,7 @@ struct DecodedToken {
 /// number of sequences that comes up (TIDEGATE_CUDA_GRAPHS=0: none). Work is that of the sequences
 /// that go on. Not for several threads at a time.
 ///
-/// Throws c10::ValueError for wrong arguments, before anything changes; for states of `slots`
+/// Throws c10::ValueError for wrong arguments, before anything changes; for states of `max_batch`
 /// sequences that need more memory than there is, before anything is allocated. Throws
 /// c10::OutOfMemoryError where tokens come for which there is none; the sequences are as they were.
 /// A step that fails within the model (memory for its products) leaves layers that have read a
@@ -84,33 +85,38 @@ class Decoder {
   /// Several prompts, read together; options: one, or one a prompt.
   std::vector<int64_t> add(const std::vector<torch::Tensor>& prompts,
                            const std::vector<SequenceOptions>& options);
-  /// Goes on from what save() wrote of another sequence, with more prompt, which may be empty. What
-  /// a model of another configuration wrote is refused; of one with other weights it is not, for
-  /// nothing says so.
-  int64_t add_saved(const TensorMap& saved, const torch::Tensor& prompt,
-                    const SequenceOptions& options = {});
+  /// Goes on from what save_prefix() gave or wrote of another sequence, with more prompt, which may
+  /// be empty: the slot. What a model of another configuration wrote is refused; of one with other
+  /// weights it is not, for nothing says so.
+  int64_t load_prefix(const TensorMap& saved, const torch::Tensor& prompt,
+                      const SequenceOptions& options = {});
+  int64_t load_prefix(const std::string& path, const torch::Tensor& prompt,
+                      const SequenceOptions& options = {});
   /// Another sequence that goes on from where the one in `slot` is: its state is copied.
   int64_t fork(int64_t slot, const SequenceOptions& options = {});
 
-  /// Draws `steps` tokens of every sequence that goes on and returns them in the order in which
-  /// they were drawn; after a sequence's last token come no more of it. The host waits once, for
-  /// all of them.
-  std::vector<DecodedToken> step(int64_t steps = 1);
+  /// Draws a token of every sequence that goes on: by slot.
+  std::map<int64_t, DecodedToken> step();
+  /// So many steps: their tokens in the order in which they were drawn; after a sequence's last
+  /// token come no more of it. The host waits once, for all of them, so that a few steps at a time
+  /// cost less than one by one.
+  std::vector<DecodedToken> steps(int64_t count);
 
   /// Ends the sequence in `slot`, which stays taken.
   void end(int64_t slot);
   /// Ends the sequence in `slot`, or only frees the slot where it has ended.
   void remove(int64_t slot);
 
-  /// What the sequence in `slot`, which has not ended, has read, for add_saved(), here or, by
-  /// save_safetensors(), in another process: its state and logits, on the CPU, and the model's
-  /// configuration as bytes of JSON ("config").
-  TensorMap save(int64_t slot) const;
+  /// What the sequence in `slot`, which has not ended, has read, for load_prefix(): its state and
+  /// logits, on the CPU, and the model's configuration as bytes of JSON ("config"). Right after
+  /// add() it is the prompt's: a prefix cache of one safetensors file a prefix.
+  TensorMap save_prefix(int64_t slot) const;
+  void save_prefix(int64_t slot, const std::string& path) const;
 
   /// Sequences that go on, and those whose slots are taken.
   int64_t active() const;
   int64_t taken() const;
-  int64_t slots() const;
+  int64_t max_batch() const;
 
  private:
   struct Batch;

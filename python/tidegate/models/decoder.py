@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._files import read_tensors, write_tensors
-from ._json import parse_json
 from .causal_lm import CausalLM
 from .engine import engine_of
 from .sampling import SamplingOptions, whole
 
 Prompt = Tensor | Sequence[int]
-_CONFIG = "config"  # in the metadata of a saved prefix: the configuration of the model that read it
 
 
-class DecodedToken(NamedTuple):
-    """A token of the sequence in `slot`; `log_prob` by the logits as they are (zero unless the
-    decoder was asked for them); whether it is the sequence's last."""
+class DecodedToken(int):
+    """A token of the sequence in `slot`: its id, as an integer, with what else is known of it.
+
+    log_prob: by the logits as they are; zero unless the decoder was asked for it. is_last: whether
+    it is the sequence's last token.
+    """
 
     slot: int
-    token: int
     log_prob: float
     is_last: bool
+
+    def __new__(
+        cls, token: int, slot: int, log_prob: float = 0.0, is_last: bool = False
+    ) -> DecodedToken:
+        self = super().__new__(cls, token)
+        self.slot, self.log_prob, self.is_last = slot, log_prob, is_last
+        return self
+
+    def __getnewargs__(self) -> tuple[int, int, float, bool]:  # type: ignore[override]
+        return int(self), self.slot, self.log_prob, self.is_last
+
+    __str__ = int.__repr__  # text and formats have the id alone
+
+    def __repr__(self) -> str:
+        return (
+            f"DecodedToken({int(self)}, slot={self.slot}, log_prob={self.log_prob}, "
+            f"is_last={self.is_last})"
+        )
 
 
 class _StopStrings:
@@ -55,12 +72,13 @@ class Decoder:
 
     A step draws a token for every sequence and reads it. On a GPU it is one CUDA graph, captured
     for every number of sequences that comes up; ``TIDEGATE_CUDA_GRAPHS=0`` switches that off. The
-    states of all `slots` sequences are in memory from the start. Not for several threads at a time.
+    states of all `max_batch` sequences are in memory from the start. Not for several threads at a
+    time.
 
     Args:
         model: as its configuration builds it, without hooks and adapters. The decoder uses its
             parameters where they are: make a new one after model.to() or load().
-        slots: sequences at a time.
+        max_batch: sequences at a time: the decoder's slots.
         capacity: tokens of a sequence, prompt included, that layers which keep them have room for
             at first. Memory grows where more come.
         max_stop_ids: ids of a sequence that end it, at most.
@@ -77,7 +95,7 @@ class Decoder:
     def __init__(
         self,
         model: CausalLM,
-        slots: int,
+        max_batch: int,
         *,
         capacity: int = 1024,
         max_stop_ids: int = 8,
@@ -93,15 +111,15 @@ class Decoder:
                 f"and adapters, on the CPU or a GPU; got a {type(model).__name__} that is not"
             )
         self.model = model
-        slots = whole("Decoder", "slots", slots)
+        max_batch = whole("Decoder", "max_batch", max_batch)
         capacity = whole("Decoder", "capacity", capacity)
         max_stop_ids = whole("Decoder", "max_stop_ids", max_stop_ids, 0)
         prompt_chunk = whole("Decoder", "prompt_chunk", prompt_chunk)
-        self.slots = slots
+        self.max_batch = max_batch
         self._decode = decode
         self._stops: dict[int, _StopStrings] = {}
         self._decoder = torch.classes.tidegate.Decoder(
-            engine, slots, capacity, max_stop_ids, prompt_chunk, log_probs, invariant
+            engine, max_batch, capacity, max_stop_ids, prompt_chunk, log_probs, invariant
         )
 
     @property
@@ -140,7 +158,7 @@ class Decoder:
         """So many sequences of one prompt, which is read once: the state is copied on the device.
         Each draws its own tokens. options: as in add()."""
         samples = whole("Decoder.add_samples", "samples", samples, 1)
-        free = self.slots - self.taken
+        free = self.max_batch - self.taken
         if samples > free:
             raise ValueError(
                 f"Decoder.add_samples: samples: expected at most {free}, as many as slots are free;"
@@ -166,11 +184,15 @@ class Decoder:
         asked.watch(other)
         return other
 
-    def step(self, steps: int = 1) -> list[DecodedToken]:
-        """So many tokens of every sequence that goes on, in the order in which they were drawn;
-        after a sequence's last one no more of it. The host waits once for all of them: a few at a
-        time cost less than one by one."""
-        integers, log_probs = self._decoder.step(whole("Decoder.step", "steps", steps))
+    def step(self) -> dict[int, DecodedToken]:
+        """A token of every sequence that goes on, by its slot."""
+        return {token.slot: token for token in self.steps(1)}
+
+    def steps(self, count: int) -> list[DecodedToken]:
+        """So many steps: their tokens in the order in which they were drawn; after a sequence's
+        last one no more of it. The host waits once for all of them: a few at a time cost less than
+        one by one."""
+        integers, log_probs = self._decoder.steps(whole("Decoder.steps", "count", count))
         tokens = []
         ended: set[int] = set()
         for (slot, token, is_last), log_prob in zip(
@@ -184,7 +206,7 @@ class Decoder:
                 if not _has_ended(integers, slot):
                     self._decoder.end(slot)
                 is_last = True
-            tokens.append(DecodedToken(slot, token, log_prob, bool(is_last)))
+            tokens.append(DecodedToken(token, slot, log_prob, bool(is_last)))
         return tokens
 
     def remove(self, slot: int) -> None:
@@ -199,34 +221,32 @@ class Decoder:
         if self.active:
             raise ValueError(
                 f"Decoder.stream: expected no other sequence that goes on; got {self.active}: "
-                "step() has the tokens of all"
+                "steps() has the tokens of all"
             )
         slot = self.add(prompt, **options)
         try:
             while self.active:
-                yield from self.step()
+                yield from self.steps(1)
         finally:
             self.remove(slot)
 
-    def save(self, slot: int, path: str | os.PathLike[str]) -> None:
+    def save_prefix(self, slot: int, path: str | os.PathLike[str]) -> None:
         """Writes what the sequence in `slot`, which has not ended, has read: its state, as a
         safetensors file. Right after add() it is the prompt's: a prefix cache of one file a
         prefix."""
-        tensors = self._decoder.save(whole("Decoder.save", "slot", slot))
-        config = json.dumps(_state_config(self.model))
-        write_tensors(Path(path), dict(tensors), {"format": "pt", _CONFIG: config})
+        tensors = self._decoder.save_prefix(whole("Decoder.save_prefix", "slot", slot))
+        write_tensors(Path(path), dict(tensors), {"format": "pt"})
 
-    def load(self, path: str | os.PathLike[str], prompt: Prompt = (), **options: Any) -> int:
-        """Goes on from what save() wrote, as if its tokens had been read, with more prompt, if any:
-        the slot. options: as in add(). A file of a model of another configuration is refused; of
-        one with other weights it is not, for nothing in the file says so."""
-        asked = _Options(self, "Decoder.load", options)
+    def load_prefix(self, path: str | os.PathLike[str], prompt: Prompt = (), **options: Any) -> int:
+        """Goes on from what save_prefix() wrote, as if its tokens had been read, with more prompt,
+        if any: the slot. options: as in add(). A file of a model of another configuration is
+        refused; of one with other weights it is not, for nothing in the file says so."""
+        asked = _Options(self, "Decoder.load_prefix", options)
         if not Path(path).is_file():
-            raise FileNotFoundError(f"Decoder.load: {path}: no such file")
+            raise FileNotFoundError(f"Decoder.load_prefix: {path}: no such file")
         tensors = read_tensors(Path(path), None)
-        _refuse_other_model(Path(path), self.model)
-        ids = _ids("Decoder.load", prompt)
-        slot = self._decoder.add_saved(tensors, ids, *asked.lists())
+        ids = _ids("Decoder.load_prefix", prompt)
+        slot = self._decoder.load_prefix(tensors, ids, *asked.lists())
         asked.watch(slot)
         return slot
 
@@ -267,33 +287,6 @@ class _Options:
         """The sequence in `slot` ends with one of the stop strings."""
         if self._stop_strings:
             self._decoder._stops[slot] = _StopStrings(self._stop_strings, self._decoder._decode)
-
-
-def _state_config(model: CausalLM) -> dict[str, Any]:
-    """What a state depends on of the model's configuration: all but what training alone reads."""
-    fields = model.config.to_dict()
-    return {name: value for name, value in fields.items() if name not in ("dropout", "init_std")}
-
-
-def _refuse_other_model(path: Path, model: CausalLM) -> None:
-    """ValueError where the file says that a model of another configuration made it. Tensors of
-    HGRN's and LRU's states have the same shapes, and those of windows, whatever they are."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        noted = (file.metadata() or {}).get(_CONFIG)
-    if noted is None:  # C++ programs write tensors alone
-        return
-    ours = json.loads(json.dumps(_state_config(model)))
-    theirs = parse_json(noted)
-    if not isinstance(theirs, dict):
-        raise ValueError(f"{path}: {_CONFIG}: expected an object")
-    for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(
-                f"Decoder.load: {path}: expected the prefix of a model with "
-                f"{name} = {ours.get(name)!r}; got one with {theirs.get(name)!r}"
-            )
 
 
 def _list(owner: str, name: str, options: dict[str, Any]) -> list[Any]:
