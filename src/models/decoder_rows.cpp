@@ -61,9 +61,13 @@ DecoderRows::DecoderRows(CausalLMImpl& model, const RowsOptions& options)
   refresh();
 }
 
+// The states' memory goes with them, so all work on it has to be done: of steps, and of whoever
+// wrote or read rows.
 DecoderRows::~DecoderRows() {
   try {
-    forget_graphs();
+    stream_.follow_caller();
+    stream_.wait();
+    steps_.clear();
   } catch (const std::exception& error) {
     TORCH_WARN("generation: ", error.what());
   }
@@ -111,6 +115,7 @@ void DecoderRows::begin(int64_t first, const Tensor& logits, const ModelState& s
   states_.write(first, state);
   logits_.narrow(0, first, logits.size(0)).copy_(logits);
   sampled_.write(first, settings, seen);
+  stream_.follow_caller();
 }
 
 // Rows may come with logits of several dtypes: of a prefix that a model in bf16 has saved, or read
@@ -134,11 +139,14 @@ void DecoderRows::copy_row(int64_t from, int64_t to) {
   states_.copy_row(from, to);
   logits_.select(0, to).copy_(logits_.select(0, from));
   sampled_.copy_row(from, to);
+  stream_.follow_caller();
   lengths_[static_cast<size_t>(to)] = lengths_[static_cast<size_t>(from)];
 }
 
 std::pair<ModelState, Tensor> DecoderRows::read_row(int64_t row) const {
-  return {states_.read(row), logits_.narrow(0, row, 1).clone()};
+  std::pair<ModelState, Tensor> read{states_.read(row), logits_.narrow(0, row, 1).clone()};
+  stream_.follow_caller();
+  return read;
 }
 
 void DecoderRows::restart_row(int64_t row, const RowSettings& settings, const Tensor& seen) {
@@ -281,8 +289,9 @@ std::unique_ptr<DecoderRows> KeptRows::take(const CausalLMImpl& model, const Row
 void KeptRows::put(std::unique_ptr<DecoderRows> rows) {
   const auto all = all_bytes(rows->device());
   if (!all || rows->bytes() > *all / kKeptPart) return;
+  // Those of before are given up without the lock.
   const std::lock_guard<std::mutex> guard(lock_);
-  rows_ = std::move(rows);
+  std::swap(rows_, rows);
 }
 
 void check_memory(const char* owner, const CausalLMImpl& model, int64_t rows, int64_t capacity) {

@@ -3,10 +3,10 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/InferenceMode.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <map>
 #include <mutex>
@@ -14,10 +14,13 @@
 #include <utility>
 #include <vector>
 
+#include "src/ops/capture.h"
+
 #ifdef TIDEGATE_WITH_CUDA
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -25,6 +28,10 @@
 
 namespace tidegate::models {
 namespace {
+
+#ifdef TIDEGATE_WITH_CUDA
+namespace allocator = c10::cuda::CUDACachingAllocator;
+#endif
 
 /// Bytes by a line of /proc/meminfo.
 std::optional<int64_t> memory_info(const char* wanted) {
@@ -44,8 +51,9 @@ std::optional<int64_t> memory_info(const char* wanted) {
 
 namespace {
 
-/// torch has 32 streams a device and gives them out in turn: those that nobody needs any more are
-/// taken again, so that two objects rarely share one.
+/// Torch's own streams are 32 a device and given out in turn, so that a program may have got the
+/// same one: these are nobody else's. What nobody needs any more is taken again, and none is ever
+/// destroyed, since torch's allocator keeps memory by streams.
 std::mutex free_streams_lock;
 std::map<c10::DeviceIndex, std::vector<c10::cuda::CUDAStream>>& free_streams() {
   static auto* const streams = new std::map<c10::DeviceIndex, std::vector<c10::cuda::CUDAStream>>();
@@ -55,10 +63,21 @@ std::map<c10::DeviceIndex, std::vector<c10::cuda::CUDAStream>>& free_streams() {
 c10::cuda::CUDAStream take_stream(c10::DeviceIndex device) {
   const std::lock_guard<std::mutex> guard(free_streams_lock);
   auto& left = free_streams()[device];
-  if (left.empty()) return c10::cuda::getStreamFromPool(false, device);
+  if (left.empty()) {
+    cudaStream_t made = nullptr;
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
+    return c10::cuda::getStreamFromExternal(made, device);
+  }
   const c10::cuda::CUDAStream stream = left.back();
   left.pop_back();
   return stream;
+}
+
+/// What `later` gets from now on comes after what `earlier` has.
+void order(c10::cuda::CUDAStream earlier, c10::cuda::CUDAStream later) {
+  at::cuda::CUDAEvent event;
+  event.record(earlier);
+  event.block(later);
 }
 
 }  // namespace
@@ -89,18 +108,12 @@ struct OwnStream::Stream {
 struct OwnStream::Scope::Streams {
   explicit Streams(c10::cuda::CUDAStream own)
       : own(own), caller(c10::cuda::getCurrentCUDAStream(own.device_index())) {
-    wait(own, caller);
+    order(caller, own);
     guard.emplace(own);
   }
   ~Streams() {
     guard.reset();
-    wait(caller, own);
-  }
-
-  static void wait(c10::cuda::CUDAStream later, c10::cuda::CUDAStream earlier) {
-    at::cuda::CUDAEvent event;
-    event.record(earlier);
-    event.block(later);
+    order(own, caller);
   }
 
   c10::cuda::CUDAStream own, caller;
@@ -117,6 +130,11 @@ void OwnStream::wait() const {
   if (stream_) stream_->stream.synchronize();
 }
 
+void OwnStream::follow_caller() const {
+  if (!stream_ || ops::is_capturing(stream_->stream.device())) return;
+  order(c10::cuda::getCurrentCUDAStream(stream_->stream.device_index()), stream_->stream);
+}
+
 void OwnStream::uses(const at::Tensor& tensor) const {
   if (stream_ && tensor.is_cuda()) tensor.record_stream(stream_->stream.unwrap());
 }
@@ -125,39 +143,79 @@ OwnStream::Scope::Scope(OwnStream& stream) {
   if (stream.stream_) streams_ = std::make_unique<Streams>(stream.stream_->stream);
 }
 
+/// A CUDA graph with the memory that it works in. Not torch's CUDAGraph: that enters every graph in
+/// a list of the device's default generator, which has no lock, and while it captures, no other
+/// thread can draw from that generator.
 struct CapturedWork::Graph {
-  explicit Graph(std::shared_ptr<at::cuda::MempoolId_t> pool) : pool(std::move(pool)) {}
+  Graph(c10::cuda::CUDAStream stream, std::shared_ptr<at::cuda::MempoolId_t> pool)
+      : stream(stream), pool(std::move(pool)) {}
+  ~Graph() {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    if (executable != nullptr) C10_CUDA_CHECK_WARN(cudaGraphExecDestroy(executable));
+    if (has_memory) allocator::releasePool(stream.device_index(), *pool);
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
 
-  std::shared_ptr<at::cuda::MempoolId_t> pool;  // lives longer than the graph
-  at::cuda::CUDAGraph graph;
+  /// Once. False where something else has broken the capture: then nothing of the work has run.
+  bool capture(const std::function<void()>& work) {
+    const cudaStream_t own = stream.stream();
+    allocator::beginAllocateToPool(stream.device_index(), *pool,
+                                   [own](cudaStream_t asking) { return asking == own; });
+    has_memory = true;
+    std::exception_ptr failure;
+    cudaGraph_t graph = nullptr;
+    // Other threads may go on with their own work meanwhile.
+    cudaError_t error = cudaStreamBeginCapture(own, cudaStreamCaptureModeThreadLocal);
+    if (error == cudaSuccess) {
+      try {
+        work();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      error = cudaStreamEndCapture(own, &graph);
+    }
+    allocator::endAllocateToPool(stream.device_index(), *pool);
+    if (error == cudaErrorStreamCaptureInvalidated) {
+      cudaGetLastError();
+      return false;
+    }
+    if (error == cudaSuccess && !failure) {
+      // As torch does: allocators that put their own nodes into a graph need the flag.
+      error = cudaGraphInstantiate(&executable, graph, cudaGraphInstantiateFlagAutoFreeOnLaunch);
+    }
+    if (graph != nullptr) C10_CUDA_CHECK_WARN(cudaGraphDestroy(graph));
+    if (failure) std::rethrow_exception(failure);
+    C10_CUDA_CHECK(error);
+    return true;
+  }
+
+  void replay() const { C10_CUDA_CHECK(cudaGraphLaunch(executable, stream.stream())); }
+
+  const c10::cuda::CUDAStream stream;
+  const std::shared_ptr<at::cuda::MempoolId_t> pool;
+  cudaGraphExec_t executable = nullptr;
+  bool has_memory = false;
 };
 
 void CapturedWork::run(OwnStream& stream, bool use_graph, const std::function<void()>& work) {
-  if (!use_graph || !stream.stream_ || calls_++ == 0) {
+  if (!use_graph || !stream.stream_) {
     work();
     return;
   }
   if (!graph_) {
-    auto captured = std::make_unique<Graph>(stream.stream_->shared_pool());
-    {
-      // It may make tensors of torch's random generator, which others write outside of this mode.
-      const c10::InferenceMode normal(false);
-      // Other threads may go on with their own work meanwhile.
-      captured->graph.capture_begin(*captured->pool, cudaStreamCaptureModeThreadLocal);
-    }
-    try {
+    if (prepared_.insert(std::this_thread::get_id()).second) {
       work();
-    } catch (...) {
-      try {
-        captured->graph.capture_end();
-      } catch (...) {  // what stopped the work says more
-      }
-      throw;
+      return;
     }
-    captured->graph.capture_end();
-    graph_ = std::move(captured);
+    auto made = std::make_unique<Graph>(stream.stream_->stream, stream.stream_->shared_pool());
+    if (!made->capture(work)) {
+      work();
+      return;
+    }
+    graph_ = std::move(made);
   }
-  graph_->graph.replay();
+  graph_->replay();
 }
 
 struct HostCopy::Event {
@@ -187,7 +245,7 @@ std::optional<int64_t> free_bytes(at::Device device) {
   const c10::DeviceGuard guard(device);
   size_t free = 0, total = 0;
   if (cudaMemGetInfo(&free, &total) != cudaSuccess) return std::nullopt;
-  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
+  const auto stats = allocator::getDeviceStats(device.index());
   const int64_t unused = stats.reserved_bytes[0].current - stats.allocated_bytes[0].current;
   return static_cast<int64_t>(free) + unused;
 }
@@ -216,6 +274,7 @@ struct HostCopy::Event {};
 
 OwnStream::OwnStream(at::Device) {}
 void OwnStream::wait() const {}
+void OwnStream::follow_caller() const {}
 void OwnStream::uses(const at::Tensor&) const {}
 OwnStream::Scope::Scope(OwnStream&) {}
 

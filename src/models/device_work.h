@@ -9,6 +9,8 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
+#include <thread>
 
 namespace tidegate::models {
 
@@ -22,6 +24,9 @@ class OwnStream {
 
   /// Until all of the stream's work is done.
   void wait() const;
+
+  /// The stream's work from now on comes after what the caller's stream has so far.
+  void follow_caller() const;
 
   /// The stream reads or writes `tensor`, which was allocated on another: its memory is not given
   /// to anyone else before that is done.
@@ -47,10 +52,12 @@ class OwnStream {
   std::unique_ptr<Stream> stream_;  // none on the CPU
 };
 
-/// Work that is the same at every call: the first one runs it, since libraries allocate then what
-/// they keep; the second captures a CUDA graph, which that one and all later ones replay. What it
-/// reads and writes must stay where it is. On the CPU, and where graphs are switched off, every
-/// call runs it.
+/// Work that is the same at every call: a thread's first one runs it, since libraries allocate then
+/// what they keep for the thread; the next one captures a CUDA graph, which it and all later ones
+/// replay. What the work reads and writes must stay where it is, all of it on one stream, and it
+/// draws nothing from torch's generators. On the CPU, and where graphs are switched off, every call
+/// runs it. So does one whose capture something else in the process has broken: waiting for a whole
+/// device, in any thread, ends every capture on it.
 class CapturedWork {
  public:
   CapturedWork();
@@ -65,7 +72,7 @@ class CapturedWork {
  private:
   struct Graph;
   std::unique_ptr<Graph> graph_;
-  int calls_ = 0;
+  std::set<std::thread::id> prepared_;  // threads that have run the work
 };
 
 /// A copy of a tensor on the host, which is there once wait() returns. Begun within a Scope.

@@ -10,9 +10,12 @@
 #include <vector>
 
 #include "src/models/device_work.h"
+#include "src/ops/capture.h"
 
 #ifdef TIDEGATE_WITH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include "kernels/common/cuda/reserved_memory.h"
 #endif
@@ -98,7 +101,13 @@ struct GrowingCache::OfHost final : GrowingCache::Memory {
 
 /// Token by token, of all rows each: so that what they have is at the front.
 struct GrowingCache::OfDevice final : GrowingCache::Memory {
-  explicit OfDevice(const memory::Extent& given) : extent(given) {}
+  OfDevice(const memory::Extent& given, int device) : extent(given), device(device) {}
+  // What is left of the caller's work, such as the zeros of a cache that an error ends at once; the
+  // steps' own stream is waited for by its owner.
+  ~OfDevice() override {
+    const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+    if (!ops::is_capturing(stream.device())) C10_CUDA_CHECK_WARN(cudaStreamSynchronize(stream));
+  }
 
   bool grow(int64_t tokens) override {
     const int64_t wanted = extent.bytes(tokens);
@@ -119,6 +128,7 @@ struct GrowingCache::OfDevice final : GrowingCache::Memory {
   }
 
   memory::Extent extent;
+  int device;
   kernels::ReservedMemory pages;
 };
 
@@ -134,7 +144,7 @@ GrowingCache::GrowingCache(const Tensor& like, int64_t bound) : tensor_(like.nar
 #ifdef TIDEGATE_WITH_CUDA
   if (like.is_cuda()) {
     const c10::DeviceGuard guard(like.device());
-    auto device = std::make_shared<OfDevice>(extent);
+    auto device = std::make_shared<OfDevice>(extent, like.get_device());
     const cudaError_t error = device->pages.reserve(like.get_device(), extent.bytes(bound));
     if (error == cudaSuccess) memory_ = std::move(device);
     // Elsewhere caches grow by copies.

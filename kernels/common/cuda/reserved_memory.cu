@@ -128,18 +128,12 @@ cudaError_t ReservedMemory::grow(int64_t bytes) {
 ReservedMemory::~ReservedMemory() {
   if (address_ == 0) return;
   // Nobody is left to tell of an error: at the end of a process the driver may be gone.
-  int before = 0;
-  const bool knows = cudaGetDevice(&before) == cudaSuccess;
-  if (knows && before != device_) cudaSetDevice(device_);
-  cudaDeviceSynchronize();
-  if (knows && before != device_) cudaSetDevice(before);
   CUdeviceptr at = address_;
   for (const int64_t bytes : pieces_) {
     driver().unmap(at, static_cast<size_t>(bytes));
     at += static_cast<unsigned long long>(bytes);
   }
   driver().free_address(address_, static_cast<size_t>(reserved_));
-  cudaGetLastError();
 }
 
 }  // namespace tidegate::kernels

@@ -15,7 +15,8 @@ namespace tidegate::kernels {
 class ReservedMemory {
  public:
   ReservedMemory() = default;
-  /// Waits for the device, which may still work on it.
+  /// All work on it is done by then: to wait for the device here would break captures of CUDA
+  /// graphs that other threads are at.
   ~ReservedMemory();
   ReservedMemory(const ReservedMemory&) = delete;
   ReservedMemory& operator=(const ReservedMemory&) = delete;

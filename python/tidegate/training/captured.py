@@ -70,6 +70,7 @@ class CapturedStep:
             torch.empty_like(given, device=self._device).copy_(given) for given in inputs
         )
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        # In the other mode, what no capture bears is refused to all threads: those that load data.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             self._outputs = self._step(*self._inputs)
         self._graph = graph
