@@ -232,10 +232,7 @@ def load_results(folder: Path) -> list[tuple[str, Record]]:
 
 def readme_section(results: Results) -> str:
     """What stands between README's markers."""
-    lines = headline_table(results)
-    if not lines:
-        return NOTHING
-    return "\n".join([*lines, "", "All tables: [docs/benchmarks.md](docs/benchmarks.md)."])
+    return "\n".join(headline_table(results)) or NOTHING
 
 
 def page(results: Results) -> str:

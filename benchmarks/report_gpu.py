@@ -31,7 +31,7 @@ GLA_HEAD = (
 )
 WHY_NOT = {  # group -> where it says why an aim was not reached
     "aims": "docs/lab/scan.md#aims-not-reached",
-    "gla": "docs/kernels/gla_cuda.md#what-was-measured",
+    "gla": "docs/kernels/gla_cuda_backward.md#what-bounds-it",
 }
 
 

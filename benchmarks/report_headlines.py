@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from report_tables import DTYPES, Record, machine_line, microseconds, percent, same_shape, table
+from report_tables import DTYPES, Record, microseconds, percent, same_shape, table
 
 Results = Sequence[tuple[str, Record]]  # kind, result
 
@@ -48,7 +48,8 @@ HEADLINES = (
     Headline(DECODING, "HGRN2 step", {"op": "hgrn2_step", "B": 256}),
     Headline(DECODING, "forgetting attention step", {"op": "forgetting_attention_step", "B": 64}),
 )
-NOT_IN_TABLE = {"heads of 64"}
+# A row an op; the picture shows these, too.
+NOT_IN_TABLE = {"HGRN, long", "heads of 64", "heads of 128, pruned"}
 MODELS = {"hgrn": "HGRN model", "hgrn2": "HGRN2 model", "fox": "FoT (LLaMA) model"}
 
 
@@ -116,11 +117,10 @@ def shape_cell(row: Record) -> str:
     return f"{kind}{DTYPES.get(row['dtype'], row['dtype'])} {sizes}"
 
 
-def bound_cell(rows: Iterable[Record]) -> str:
+def bound_cell(rows: Sequence[Record]) -> str:
     """How near the work comes to what bounds it: a copy of its bytes, or a large matrix product."""
-    rows = [row for row in rows if "prune" not in row]
     ours = [row["results"]["tidegate"] for row in rows]
-    if rows and "matmul" in rows[0]["results"]:
+    if "matmul" in rows[0]["results"]:
         rates = " / ".join(f"{result['tflops']:.0f}" for result in ours)
         return f"{rates} of {rows[0]['results']['matmul']['tflops']:.0f} TFLOP/s"
     shares = [percent(r["percent_of_copy"]) for r in ours if "percent_of_copy" in r]
@@ -136,7 +136,7 @@ def headline_row(headline: Headline, rows: Sequence[Record]) -> list[str] | None
     times = " / ".join(times_of(found[1]) for found in beside if found)
     names = dict.fromkeys(library_of(found[0]) for found in beside if found)
     return [
-        f"`{passes[0]['op']}`" + (", pruned" if "prune" in passes[0] else ""),
+        f"`{passes[0]['op']}`",
         shape_cell(passes[0]),
         " / ".join(microseconds(r["results"]["tidegate"]["us"]).removesuffix(" us") for r in passes)
         + " us",
@@ -145,37 +145,22 @@ def headline_row(headline: Headline, rows: Sequence[Record]) -> list[str] | None
     ]
 
 
-def measured_line(records: Sequence[Record]) -> str:
-    """The machine and the versions of README's rows; where they are of several commits, the one of
-    most ops first, then the ops of each other one."""
-    versions = {name: value for record in records for name, value in record["versions"].items()}
-    ops: dict[tuple[str, str], dict[str, None]] = {}
-    for record in records:
-        shown = {id(r) for h in HEADLINES for r in rows_of(h, record["rows"]).values()}
-        ops.setdefault((record["commit"], record["date"]), {}).update(
-            {f"`{row['op']}`": None for row in record["rows"] if id(row) in shown}
-        )
-    first, *others = sorted(ops, key=lambda made: -len(ops[made]))
-    commit, date = first
-    line = machine_line({**records[0], "versions": versions, "commit": commit, "date": date})
-    return "; ".join([line, *(f"{', '.join(ops[made])}: {', '.join(made)}" for made in others)])
-
-
 def headline_table(results: Results) -> list[str]:
-    """README's table, and what was measured where; empty without results of a GPU."""
+    """README's table, and on which GPUs; empty without results of one."""
     rows = baseline_rows(results)
     shown = [headline_row(h, rows) for h in HEADLINES if h.title not in NOT_IN_TABLE]
     shown = [cells for cells in shown if cells]
     if not shown:
         return []
     head = ("op", "shape", "time", "how near its bound", "as fast as the fastest other library")
-    records = [record for kind, record in results if kind == "baselines"]
+    machines = [record["machine"] for kind, record in results if kind == "baselines"]
+    names = dict.fromkeys(m["gpu"].get("name", "GPU") for m in machines if "gpu" in m)
     return [
         *table(head, shown),
         "",
-        "Forward / backward. The bound is `copy_` of as many bytes, or a large matrix product, in",
-        "the same run; fla is flash-linear-attention.",
-        f"{measured_line([record for record in records if 'gpu' in record['machine']])}.",
+        f"Forward / backward, on one {' and one '.join(names)}. The bound is `copy_` of as many",
+        "bytes, or a large matrix product, in the same run; fla is flash-linear-attention.",
+        "Versions and all tables: [docs/benchmarks.md](docs/benchmarks.md).",
     ]
 
 

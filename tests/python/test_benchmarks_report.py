@@ -43,7 +43,7 @@ def test_readme_shows_both_pictures():
     shown = re.findall(r'(?:src|srcset)="(docs/[^"]+)"', readme)
     assert shown == ["docs/speed_dark.svg", "docs/speed_light.svg"]
     assert all((ROOT / path).exists() for path in shown)
-    assert len(readme.splitlines()) <= 180
+    assert len(readme.splitlines()) <= 130
 
 
 def test_results_older_than_their_kernels_are_warned_of(checkout):
@@ -92,7 +92,8 @@ def test_report_writes_readme_and_page_and_notices_changes(checkout):
     assert readme.startswith("# x\n\n<!-- benchmarks:begin -->\n")
     assert readme.endswith("<!-- benchmarks:end -->\n\nrest\n")
     where = "NVIDIA H200, driver 580, torch 2.11.0, fla 0.6.0, commit abc123, 2026-01-02."
-    assert where in readme
+    assert "on one NVIDIA H200." in readme
+    assert "(docs/benchmarks.md)" in readme  # which says driver, versions and commits
     expected = "| `hgru` | bf16 B8 T2048 D2048 | 57.1 us | 88% of a copy | 5.5x (fla) |\n"
     assert expected in readme
     assert readme.count("\n| `") == 1

@@ -3,7 +3,7 @@
 A rate of 1e-3 moves a weight by less than bf16's spacing around it, so that a step on bf16 weights
 themselves would often move nothing. The masters take the step, and the weights are the masters
 rounded. Beside autocast over fp32 weights this saves the casts of every step and the bf16 copies
-that the backward pass keeps of them: 4 bytes a weight of 18 (docs/training.md).
+that the backward pass keeps of them: 4 bytes a weight of 18 (docs/training_optimisers.md).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 //   gradients  within the sub-chunks, level by level: dq, dk, the gate's            a K-slice each
 //
 // One __syncthreads between phases that share tiles, none inside a phase. Each phase finds the
-// thread's place anew (ChunkPlace). docs/numerics.md derives the sums: nothing is divided by a
+// thread's place anew (ChunkPlace). docs/numerics_ops.md has the sums: nothing is divided by a
 // decay and no term cancels another.
 
 #include "kernels/common/cuda/device.h"
