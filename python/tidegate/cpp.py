@@ -329,7 +329,7 @@ class HGRU(_Mixer):
 
     @property
     def state_size(self) -> int:
-        """Width of the state: channels, twice that when complex."""
+        """Width of the state, channels or twice that when complex."""
         return self.cpp_module.state_size
 
 

@@ -1,6 +1,7 @@
-"""docs/ops: a page an op, each with every argument and with the errors that the op raises.
+"""docs/ops: every public op has a page with every argument and with the errors that the op raises.
 
-Their examples run in test_readme.py.
+A page is about the op that it is called after, about the steps and initialisers whose calls it
+shows, or both. Their examples run in test_readme.py.
 """
 
 from __future__ import annotations
@@ -27,21 +28,49 @@ SECTIONS = [
     "Where it lives",
 ]
 by_op = pytest.mark.parametrize("name", reference.__all__)
+# Pages of ops that have no reference of their own.
+OTHER_PAGES = ["forgetting_attention_step", "init"]
+by_page = pytest.mark.parametrize("name", [*reference.__all__, *OTHER_PAGES])
 
 
 def page(name: str) -> str:
     return (PAGES / f"{name}.md").read_text("utf-8")
 
 
-@by_op
-def test_page_has_its_sections_and_every_argument(name: str) -> None:
+def documented(name: str) -> dict[str, set[str]]:
+    """The ops that a page is about, and the arguments that it names of each: those of the op that
+    it is called after stand in a table, others in a call, `hgru_step(c, f, ...)`."""
     text = page(name)
-    assert text.startswith(f"# {name}\n")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    found = {
+        op: set(re.findall(r"\w+", arguments))
+        for op, arguments in re.findall(r"`(\w+)\(([\w, ]*)\)`", prose)
+    }
+    for table in re.findall(r"^\| argument \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M):
+        rows = table.splitlines()
+        found[name] = {word for row in rows for word in re.findall(r"`(\w+)`", row[:60])}
+    return found
+
+
+@by_op
+def test_page_has_its_sections(name: str) -> None:
+    text = page(name)
     assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
     assert "\nSource: " in text
-    (table,) = re.findall(r"^\| argument \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
-    named = {word for row in table.splitlines() for word in re.findall(r"`(\w+)`", row[:60])}
-    assert set(inspect.signature(getattr(ops, name)).parameters) <= named
+
+
+@by_page
+def test_page_is_called_after_its_op(name: str) -> None:
+    assert page(name).startswith(f"# {name}\n")
+
+
+def test_every_op_has_a_page_with_every_argument() -> None:
+    found = [documented(path.stem) for path in PAGES.glob("*.md")]
+    for name in ops.__all__:
+        named = [of_page[name] for of_page in found if name in of_page]
+        assert named, f"{name}: no page in docs/ops is about it"
+        missing = set(inspect.signature(getattr(ops, name)).parameters) - set.union(*named)
+        assert not missing, f"{name}: its page does not name {missing}"
 
 
 @by_op
@@ -63,15 +92,31 @@ def test_page_shows_the_reference_as_it_is(name: str) -> None:
 
 
 def test_index_lists_every_page() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|.*\[(\w+)\]\((\w+)\.md\) \|$", page("index"), re.M)
-    assert [op for op, _, _ in rows] == [title for _, title, _ in rows] == [p for *_, p in rows]
-    assert {op for op, _, _ in rows} == set(reference.__all__)
-    assert {path.stem for path in PAGES.glob("*.md")} == {"index", *reference.__all__}
+    rows = re.findall(r"^\| `([\w*]+)` \|.*\[(\w+)\]\((\w+)\.md\) \|$", page("index"), re.M)
+    ops_of_rows, titles, pages = zip(*rows, strict=True)
+    assert [op.removesuffix("_*_") for op in ops_of_rows] == list(titles) == list(pages)
+    assert sorted(pages) == sorted([*reference.__all__, *OTHER_PAGES])
+    assert {path.stem for path in PAGES.glob("*.md")} == {"index", *pages}
 
 
 X, HEADS = torch.zeros(2, 7, 4), torch.zeros(2, 7, 2, 4)
 DECAYS = torch.zeros(4)
 LABELS = torch.zeros(2, 7, dtype=torch.int64)
+WIDE = torch.zeros(1, 1, 1, 257)
+
+
+def step_over(
+    cache: torch.Tensor,
+    gates: torch.dtype = torch.float32,
+    lengths: torch.dtype = torch.int32,
+    prune: float | None = None,
+) -> torch.Tensor:
+    """The last token of `cache`, as keys, values and query."""
+    counts = torch.full(cache.shape[:1], cache.shape[1], dtype=lengths)
+    held = torch.zeros(cache.shape[:-1], dtype=gates)
+    return ops.forgetting_attention_step(cache[:, -1], cache, cache, held, counts, prune=prune)
+
+
 # What each row of the pages' tables of errors speaks of.
 MISTAKES: dict[str, list[Callable[[], object]]] = {
     "linear_scan": [
@@ -97,6 +142,15 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
         lambda: ops.forgetting_attention(HEADS, HEADS[:, :5], HEADS[:, :5], torch.zeros(2, 5, 2)),
         lambda: ops.forgetting_attention(HEADS, HEADS, HEADS, torch.zeros(2, 7, 1)),
         lambda: ops.forgetting_attention(HEADS, HEADS, HEADS, torch.zeros(2, 7, 2), window=0),
+        lambda: ops.forgetting_attention(HEADS, HEADS, HEADS, torch.zeros(2, 7, 2), prune=1),
+        lambda: ops.forgetting_attention(WIDE, WIDE, WIDE, torch.zeros(1, 1, 1)),
+    ],
+    "forgetting_attention_step": [
+        lambda: step_over(HEADS.bfloat16(), gates=torch.bfloat16),
+        lambda: step_over(HEADS, lengths=torch.int64),
+        lambda: step_over(HEADS, prune=1e-3),
+        lambda: step_over(HEADS, prune=1),
+        lambda: step_over(WIDE),
     ],
     "wkv4": [lambda: ops.wkv4(DECAYS, torch.zeros(3), X, X)],
     "gated_rnn": [lambda: ops.gated_rnn(X, X, torch.zeros(4, 3))],
@@ -122,10 +176,24 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
         lambda: ops.rotary(HEADS, torch.zeros(1, 7, 3), torch.zeros(1, 7, 3)),
         lambda: ops.rotary(HEADS, torch.zeros(1, 7, 2).half(), torch.zeros(1, 7, 2).half()),
     ],
+    "init": [
+        lambda: ops.init_uniform_(X, 1, 0),
+        lambda: ops.init_normal_(X, 0, -1),
+        lambda: ops.init_constant_(LABELS, 0),
+        lambda: ops.init_chrono_(X, 1),
+        lambda: ops.init_gumbel_softmax_(X, 1, 0, 1),
+        lambda: ops.init_gumbel_softmax_(X, 2, 0, 0),
+        lambda: ops.init_lru_nu_log_(X, 0.9, 0.5),
+        lambda: ops.init_lru_theta_log_(X, 0),
+        lambda: ops.init_lru_gamma_log_(DECAYS, torch.zeros(3)),
+        lambda: ops.init_long_(torch.zeros(2, 3), 1, 10),
+        lambda: ops.init_long_(DECAYS, 0, 10),
+        lambda: ops.init_rope_theta_(torch.zeros(2, 3)),
+    ],
 }
 
 
-@by_op
+@by_page
 def test_errors_are_what_the_op_says(name: str) -> None:
     """Row by row; a message that the page cuts short ends in three dots."""
     (table,) = re.findall(r"^\| message \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page(name), re.M)

@@ -34,14 +34,15 @@ namespace tidegate {
 /// float64), both contiguous. A query without a key (more queries than keys, which only unchecked
 /// offsets on a GPU can bring about) has o = 0 and lse = -infinity.
 ///
-/// Memory is linear in Tq and Tk. Any strides with a unit last stride are read in place. The
-/// forward pass is bitwise deterministic; so is the backward pass on the CPU, and on CUDA under
-/// torch.use_deterministic_algorithms(true), while its default may add up dq and the row sums
-/// behind dlog_f with atomics. Differentiable once in q, k, v and log_f through both results;
-/// training keeps the inputs, o and lse. Throws c10::Error, naming op, argument, expected and
-/// given, for shapes, dtypes or devices other than these; with TIDEGATE_DEBUG=1 also for log_f
-/// above 0 and for offsets on a GPU whose values do not fit. Cost O(B Hq Tq Tk D), less what window
-/// and prune leave out.
+/// Memory is linear in Tq and Tk. Any strides with a unit last stride are read in place, but on
+/// CUDA 16-bit rows that do not begin at multiples of 16 bytes, or whose D is below 16 or no
+/// multiple of 8, are copied first. The forward pass is bitwise deterministic; so is the backward
+/// pass on the CPU, and on CUDA under torch.use_deterministic_algorithms(true), while its default
+/// may add up dq and the row sums behind dlog_f with atomics. Differentiable once in q, k, v and
+/// log_f through both results; training keeps the inputs, o and lse. Throws c10::Error, naming op,
+/// argument, expected and given, for shapes, dtypes or devices other than these; with
+/// TIDEGATE_DEBUG=1 also for log_f above 0 and for offsets on a GPU whose values do not fit. Cost
+/// O(B Hq Tq Tk D), less what window and prune leave out.
 std::tuple<at::Tensor, at::Tensor> forgetting_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& log_f,
     std::optional<double> scale = std::nullopt, std::optional<int64_t> window = std::nullopt,

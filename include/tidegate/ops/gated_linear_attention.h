@@ -29,12 +29,13 @@ namespace tidegate {
 /// N = B without cu_seqlens.
 ///
 /// Exact for any mixture of decays: no clamp, no overflow, no slow path. Any strides with a unit
-/// last stride are read in place. Accumulates in float32 (float64 for float64). Bitwise
-/// deterministic. Differentiable once in q, k, v, log_f and h0 through both results; training keeps
-/// the inputs only and computes the states again.
-/// Throws c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other
-/// than these; with TIDEGATE_DEBUG=1 also for log_f above 0 and for cu_seqlens on a GPU whose
-/// values do not fit. Cost O(B T H K V).
+/// last stride are read in place, but 16-bit rows on CUDA that tensor cores do not take (backward
+/// unaligned ones, and sizes that are no multiples of 16) are copied first. Accumulates in float32
+/// (float64 for float64). Bitwise deterministic. Differentiable once in q, k, v, log_f and h0
+/// through both results; training keeps the inputs only and computes the states again. Throws
+/// c10::Error, naming op, argument, expected and given, for shapes, dtypes or devices other than
+/// these; with TIDEGATE_DEBUG=1 also for log_f above 0 and for cu_seqlens on a GPU whose values do
+/// not fit. Cost O(B T H K V).
 std::tuple<at::Tensor, at::Tensor> gated_linear_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& log_f,
     const std::optional<at::Tensor>& h0 = std::nullopt, double scale = 1.0, bool reverse = false,

@@ -151,6 +151,7 @@ class AttentionStateLayer(_Counts, CacheLayerMixin):
         return self.state
 
     def write(self, state: AttentionState, tokens: int) -> None:
+        """Keeps what the mixer returned after `tokens` more."""
         self.state, self.keys, self.values = state, state.k, state.v
         self.is_initialized = True
         self.tokens += tokens
@@ -166,8 +167,8 @@ class AttentionStateLayer(_Counts, CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether crop() can take tokens back: not where a window or pruning may have dropped
-        earlier ones, nor with KV-shift, which keeps one token's keys and values alone."""
+        """Whether crop() can take tokens back, which it cannot where a window or pruning may have
+        dropped earlier ones, nor with KV-shift, which keeps one token's keys and values alone."""
         return self.state is not None and not self._drops and self.state.last_k.size(1) == 0
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -99,8 +99,8 @@ class TidegateConfig(PretrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """For transformers' caches, of each layer: "full_attention" where its state grows with the
-        tokens, else "linear_attention"."""
+        """What transformers' caches ask of each layer, "full_attention" where its state grows with
+        the tokens and else "linear_attention"."""
         config = self.lm_config()
         names = (config.of_layer(k).mixer for k in range(config.layers))
         grows = (getattr(mixer_class(name), "keeps_tokens", False) for name in names)

@@ -50,7 +50,7 @@ from tidegate.hf import (  # noqa: F401
 
 
 class TidegatePreTrainedModel(PreTrainedModel):
-    """What the classes below share: the configuration, and how missing parameters are drawn."""
+    """What the models share: the configuration, and how missing parameters are drawn."""
 
     config_class = TidegateConfig
     base_model_prefix = "model"

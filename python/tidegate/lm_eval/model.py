@@ -93,6 +93,7 @@ class TidegateLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
+        """The id of the token that comes before the first one of a text."""
         if self._prefix is not None:
             return int(self._prefix)
         end = self.eot_token_id
@@ -105,6 +106,7 @@ class TidegateLM(TemplateLM):
         return [int(i) for i in self._text.encode(string.encode("utf-8", "surrogateescape"))]
 
     def tok_decode(self, ids: Sequence[int]) -> str:
+        """Text; bytes that are no UTF-8 become replacement characters."""
         return self._text.decode(ids).decode("utf-8", errors="replace")
 
     @property

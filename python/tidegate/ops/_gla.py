@@ -41,7 +41,9 @@ def gated_linear_attention(
 
     Exact for any mixture of decays: no clamp, no overflow. Cost O(B T H K V). Accumulates in the
     state's dtype; bitwise deterministic; training keeps the inputs only and computes the states
-    again. Any strides with a unit last one are read in place.
+    again. Any strides with a unit last one are read in place, but 16-bit rows on CUDA that tensor
+    cores do not take (backward unaligned ones, and sizes that are no multiples of 16) are copied
+    first.
     """
     check_number("gated_linear_attention", "scale", scale)
     check_switch("gated_linear_attention", "reverse", reverse)
@@ -115,9 +117,10 @@ def hgrn2(
         float64); at T = 0 the state is a copy of h0.
 
     q, f and v may be slices of one projection ``[B, T, 3 * H * K]``: any strides with a unit last
-    one are read in place, and activations, keys and decays never reach memory, in the backward pass
-    either. Exact for any gate. Cost O(B T H K V). Accumulates in the state's dtype; bitwise
-    deterministic; training keeps the inputs only and computes the states again.
+    one are read in place, as far as :func:`gated_linear_attention` reads them so, and activations,
+    keys and decays never reach memory, in the backward pass either. Exact for any gate. Cost
+    O(B T H K V). Accumulates in the state's dtype; bitwise deterministic; training keeps the inputs
+    only and computes the states again.
     """
     _check_hgrn2_options("hgrn2", scale, q_activation, v_activation)
     check_switch("hgrn2", "reverse", reverse)

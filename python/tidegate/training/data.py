@@ -41,16 +41,17 @@ _PIECE = 1 << 26  # memory-mapped arrays are read in pieces of so many ids
 class Corpus:
     """Tokens to train on and tokens to validate on.
 
-    train, valid: 1-D integer arrays, memory-mapped where the source allows it.
-    vocab_size: ids are below it.
-    train_bytes, valid_bytes: length in bytes of the texts, for bits per byte; None for arrays of
-        ids, whose text is unknown.
-    tokenizer: None for arrays of ids.
-    tokenizer_file: the tokenizer's file; None for bytes and for arrays of ids.
-    fingerprint: SHA-256 over both splits, in hexadecimal: a resumed run must see the same tokens,
-        and, packed, the same documents.
-    train_documents, valid_documents: where each document of the text begins, int64 ``[N]``, when
-        they are to be kept apart; None: text is one stream.
+    Attributes:
+        train, valid: 1-D integer arrays, memory-mapped where the source allows it.
+        vocab_size: ids are below it.
+        train_bytes, valid_bytes: length in bytes of the texts, for bits per byte; None for arrays
+            of ids, whose text is unknown.
+        tokenizer: None for arrays of ids.
+        tokenizer_file: the tokenizer's file; None for bytes and for arrays of ids.
+        fingerprint: SHA-256 over both splits, in hexadecimal: a resumed run must see the same
+            tokens, and, packed, the same documents.
+        train_documents, valid_documents: where each document of the text begins, int64 ``[N]``,
+            when they are to be kept apart; None: text is one stream.
     """
 
     name: str
@@ -194,14 +195,15 @@ def load_corpus(
 ) -> Corpus:
     """Reads a source of tokens.
 
-    source: `stdlib`; a text file (its last tenth validates); a folder of text files (split by file,
-        9:1 by bytes; below 20 files by the last tenth of their text); or token ids in a .npy file
-        or a raw .bin file of `dtype`.
-    tokenizer: `bytes`, `bpe:N` (a byte-level BPE of N tokens, trained on the training text), or a
-        Hugging Face tokenizer.json. Arrays of ids take none.
-    valid: a file of the same kind to validate on instead; the whole source trains then.
-    workdir: where `bpe:N` keeps its tokenizer.json (found there, it is not trained again).
-    packed: keep files apart, as documents; not with arrays of ids.
+    Args:
+        source: `stdlib`; a text file (its last tenth validates); a folder of text files (split by
+            file, 9:1 by bytes; below 20 files by the last tenth of their text); or token ids in a
+            .npy file or a raw .bin file of `dtype`.
+        tokenizer: `bytes`, `bpe:N` (a byte-level BPE of N tokens, trained on the training text), or
+            a Hugging Face tokenizer.json. Arrays of ids take none.
+        valid: a file of the same kind to validate on instead; the whole source trains then.
+        workdir: where `bpe:N` keeps its tokenizer.json (found there, it is not trained again).
+        packed: keep files apart, as documents; not with arrays of ids.
 
     Raises:
         UserError: the source is missing, empty, unreadable, or ids do not fit.

@@ -61,9 +61,9 @@ def forget_gates(
     model: CausalLM | SequenceClassifier, ids: Tensor, lengths: Tensor | None = None
 ) -> dict[int, np.ndarray]:
     """What multiplies the state, by layer with a data-dependent forget gate, counted from 0:
-    lambda = gamma + (1 - gamma) * sigmoid(f), f_t of gated linear attention, |lambda_t| of LRU,
-    bounded. One array ``[channels, samples]`` of float32 in (0, 1) each, over all tokens of ids
-    ``[B, T]``. lengths: of padded rows, for classifiers.
+    ``lambda = gamma + (1 - gamma) * sigmoid(f)``, f_t of gated linear attention, ``|lambda_t|`` of
+    LRU, bounded. One array ``[channels, samples]`` of float32 in (0, 1) each, over all tokens of
+    ids ``[B, T]``. lengths: of padded rows, for classifiers.
     """
     gates = {}
     calls = zip(_mixer_calls(model, ids, lengths), model.gammas(), strict=True)

@@ -17,11 +17,12 @@ SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 class Schedule:
     """Multiplier of the peak learning rate.
 
-    name: one of SCHEDULES.
-    warmup_steps: linear warm-up over this many steps (0: none).
-    warmup_fraction: linear warm-up over this part of the run, for runs bounded by wall time;
-        used when warmup_steps is 0.
-    floor: what `linear` and `cosine` end at, as a part of the peak.
+    Attributes:
+        name: one of SCHEDULES.
+        warmup_steps: linear warm-up over this many steps (0: none).
+        warmup_fraction: linear warm-up over this part of the run, for runs bounded by wall time;
+            used when warmup_steps is 0.
+        floor: what `linear` and `cosine` end at, as a part of the peak.
     """
 
     name: str = "cosine"

@@ -15,14 +15,15 @@ class Task(ABC):
     """A source of examples with exact answers. Subclasses are frozen dataclasses whose fields,
     integers, are the task's options.
 
-    name: what the command line calls it.
-    vocab_size: ids are below it.
-    length: tokens of the longest sequence.
-    num_classes: of the one answer a sequence has; None where positions have answers of their own
-        (labels aligned with positions, not shifted).
-    chance: accuracy of guessing without looking.
-    valid_examples: how many validation has.
-    train_examples: how many training repeats; None = each step draws new ones.
+    Attributes:
+        name: what the command line calls it.
+        vocab_size: ids are below it.
+        length: tokens of the longest sequence.
+        num_classes: of the one answer a sequence has; None where positions have answers of their
+            own (labels aligned with positions, not shifted).
+        chance: accuracy of guessing without looking.
+        valid_examples: how many validation has.
+        train_examples: how many training repeats; None = each step draws new ones.
     """
 
     name: ClassVar[str]
