@@ -117,8 +117,8 @@ def hgrn2(
         float64); at T = 0 the state is a copy of h0.
 
     q, f and v may be slices of one projection ``[B, T, 3 * H * K]``: any strides with a unit last
-    one are read in place, as far as :func:`gated_linear_attention` reads them so, and activations,
-    keys and decays never reach memory, in the backward pass either. Exact for any gate. Cost
+    one are read in place, as far as :func:`gated_linear_attention` reads them so, and no tensor of
+    activations, keys or decays is made, in the backward pass either. Exact for any gate. Cost
     O(B T H K V). Accumulates in the state's dtype; bitwise deterministic; training keeps the inputs
     only and computes the states again.
     """
