@@ -20,7 +20,6 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -150,8 +149,11 @@ struct CapturedWork::Graph {
   Graph(c10::cuda::CUDAStream stream, std::shared_ptr<at::cuda::MempoolId_t> pool)
       : stream(stream), pool(std::move(pool)) {}
   ~Graph() {
-    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-    if (executable != nullptr) C10_CUDA_CHECK_WARN(cudaGraphExecDestroy(executable));
+    // A capture of the caller's own bears it in this mode. Nobody is left to tell of an error.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    if (executable != nullptr) cudaGraphExecDestroy(executable);
+    cudaThreadExchangeStreamCaptureMode(&mode);
     if (has_memory) allocator::releasePool(stream.device_index(), *pool);
   }
   Graph(const Graph&) = delete;
@@ -178,6 +180,10 @@ struct CapturedWork::Graph {
     allocator::endAllocateToPool(stream.device_index(), *pool);
     if (error == cudaErrorStreamCaptureInvalidated) {
       cudaGetLastError();
+      TORCH_WARN_ONCE(
+          "generation: something else in the process has ended the capture of a step, which is "
+          "made "
+          "without a graph; the next one is captured (to wait for a whole device ends captures)");
       return false;
     }
     if (error == cudaSuccess && !failure) {

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -14,7 +15,6 @@
 
 #ifdef TIDEGATE_WITH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/common/cuda/reserved_memory.h"
@@ -102,11 +102,14 @@ struct GrowingCache::OfHost final : GrowingCache::Memory {
 /// Token by token, of all rows each: so that what they have is at the front.
 struct GrowingCache::OfDevice final : GrowingCache::Memory {
   OfDevice(const memory::Extent& given, int device) : extent(given), device(device) {}
-  // What is left of the caller's work, such as the zeros of a cache that an error ends at once; the
-  // steps' own stream is waited for by its owner.
+  // Waits for what is left of the caller's work, such as the zeros of a cache that an error ends at
+  // once; for the steps' own stream its owner has waited.
   ~OfDevice() override {
-    const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
-    if (!ops::is_capturing(stream.device())) C10_CUDA_CHECK_WARN(cudaStreamSynchronize(stream));
+    try {
+      const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+      if (!ops::is_capturing(stream.device())) stream.synchronize();
+    } catch (const std::exception&) {  // at the end of a process the driver may be gone
+    }
   }
 
   bool grow(int64_t tokens) override {
