@@ -328,7 +328,7 @@ def measure(
 
 
 def _seconds(model: CausalLM, ids: torch.Tensor, new: int, repeats: int) -> tuple[float, float]:
-    """Of the prompts and their first tokens, and of every token after these."""
+    """Seconds for the prompts and their first tokens, and for every token after these."""
 
     def timed(count: int) -> float:
         _wait(ids.device)

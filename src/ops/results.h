@@ -19,7 +19,7 @@ using TensorTuple = decltype(std::tuple_cat(std::array<at::Tensor, count>()));
 /// Uninitialised and contiguous, of the shape, dtype and device of `tensor`.
 at::Tensor new_like(const at::Tensor& tensor);
 
-/// The same in another dtype.
+/// Uninitialised and contiguous, of the shape and device of `tensor`, in another dtype.
 at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype);
 
 /// Uninitialised, in the dtype in which a recurrence over `data` keeps its state.
