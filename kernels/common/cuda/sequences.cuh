@@ -35,9 +35,9 @@ __device__ inline Sequence find_sequence(const SequenceLayout& layout, int64_t n
 
 // ---- Tiles of time ----
 //
-// Time divided into tiles that blocks work on at the same time: chunks of 64 tokens, or segments of
-// many chunks. Every tile has an index in [0, count). How many indices there are is known without
-// reading the sequences' offsets, so some indices of packed sequences belong to no tile.
+// Time divided into tiles that blocks work on at the same time: chunks, or segments of many chunks.
+// Every tile has an index in [0, count). How many indices there are is known without reading the
+// sequences' offsets, so some indices of packed sequences belong to no tile.
 
 /// Every sequence divided into tiles of `length` tokens in the order of its scan, the last one
 /// shorter.

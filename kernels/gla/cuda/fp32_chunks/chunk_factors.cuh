@@ -2,9 +2,10 @@
 
 // What all chunks' kernels share of a sub-chunk of 16 tokens, of all chunks at once:
 //
-//   q~ = q decays from the sub-chunk's start to t: by it outputs read S and D takes do up
-//   k~ = k decays from after s to the sub-chunk's end: by it S takes v up and dv reads D
-//   scores = sum over channels of q_t k_s decays from after s to t, s <= t
+//   q~ = scale * activated q * decays from the sub-chunk's start to t: outputs read S by it, and
+//        D takes do up by it
+//   k~ = k * decays from after s to the sub-chunk's end: S takes v up by it, and dv reads D by it
+//   scores = scale * sum over channels of activated q_t * k_s * decays from after s to t, s <= t
 //   total = the product of all decays
 //
 // Scores are dyadic: pairs of a lane's four tokens multiply their decays up; those of neighbouring

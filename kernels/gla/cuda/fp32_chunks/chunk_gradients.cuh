@@ -1,15 +1,15 @@
 #pragma once
 
-// Gradients that are sums over V, of every chunk from S before it and D = dL/dS after it: dq, dk,
-// the gate's and dgamma.
+// Gradients that are sums over V, of every chunk from S before it and D after it, as
+// chunk_states.cuh finds them: dq, dk, the gate's and dgamma.
 //
 // A block of threads has a chunk of one head and a tile of 32 or 16 channels, whose states it holds
 // as rows of V. It first finds S before each sub-chunk, and then goes back through them with D:
 //
-//   multiply   do S^T, v D^T and w = do v^T, and the rows' sums of S o D
+//   multiply   do S^T, v D^T and w = do v^T, and rowsum(S * D), element by element
 //   descend    from the sub-chunk's 16 tokens to halves, to a lane's four, and to the token: what
 //              comes from the state before (`before`, S do), from the one after (`after`, D v) and
-//              what passes (`through`, sum of S o D), each of them for the part of the group below
+//              what passes (`through`, rowsum(S * D)), each for the part of the group below
 //   D = total D + q~^T do
 //
 // Every term is a product of decays and inputs, as on the CPU (kernels/gla/cpu/key_tile.h says what
@@ -382,7 +382,7 @@ class GradientTile {
     return sum;
   }
 
-  /// The sums over V of S o D.
+  /// The sums over V of S * D, element by element.
   __device__ void multiply_rows(const float* state) const {
     const int row = static_cast<int>(threadIdx.x) / 8;
     float sum = 0;

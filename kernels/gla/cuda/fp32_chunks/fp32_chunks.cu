@@ -1,8 +1,9 @@
 // The host's side of the float32 chunks: what they take, their plans, workspaces and launches.
 //
-// Forward: states before every chunk, then outputs of all chunks. Backward: states in both
-// directions, dv of all chunks, and the other gradients. Where few blocks would go through long
-// sequences, the states are found in segments: their maps, these composed, then the states.
+// Forward: the factors; S before every chunk, unless outputs take whole sequences; the outputs.
+// Backward: the factors; S and, unless dv takes whole sequences and makes it, D; dv; the other
+// gradients. Where few blocks would go through long sequences, the states are found in segments:
+// their maps, these composed, then the states.
 
 #include <algorithm>
 #include <limits>
@@ -44,9 +45,9 @@ int gradient_rows(const GlaParams& p, ChunkSize chunk, int shared_bytes) {
   return p.key_dim > 16 && gradient_bytes(p, 32, chunk) <= shared_bytes ? 32 : 16;
 }
 
-/// Chunks of 64 tokens, whose states take a quarter of the memory of shorter ones'; of 16 where
-/// those would be few waves of blocks, since each of these is done sooner; none longer than
-/// sequences are on average.
+/// Chunks of 64 tokens, whose states take a quarter of the memory of those of 16; of 16 where those
+/// would be few waves of blocks, since each of these is done sooner; where sequences are shorter,
+/// the shortest that holds a sequence of average length.
 ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
   const int64_t tokens = p.layout.batch * p.layout.time;
   const int64_t chunks = std::max<int64_t>(1, tokens / kMostChunk);
