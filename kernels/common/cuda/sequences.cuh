@@ -56,6 +56,12 @@ inline TimeTiles time_tiles(const SequenceLayout& layout, int64_t length) {
   return {layout, static_cast<int>(length), count, static_cast<int>(tiles)};
 }
 
+/// One tile a sequence, whose index is the sequence's. With tiles of `time` tokens, an empty last
+/// sequence, which begins at the end of time, would have an index one larger.
+inline TimeTiles whole_sequences(const SequenceLayout& layout) {
+  return time_tiles(layout, layout.time + 1);
+}
+
 /// Tokens [first, first + tokens) of a sequence, in the order of its scan.
 struct TimeTile {
   Sequence sequence;
