@@ -1,9 +1,10 @@
 #pragma once
 
-// The forward pass over short sequences of heads up to 63 whose rows the other kernels would need
-// padded (a D that is no multiple of 8 or less than 16, or rows that begin anywhere), in one
-// launch. For those q, k and v would be copied into padded rows first, gates added up,
-// and o copied back: three launches more, which take longer than the attention between them.
+// The forward pass over batch rows of at most 128 tokens, of heads up to 63 whose rows the other
+// kernels would need padded (a D that is no multiple of 8 or less than 16, or rows that begin
+// anywhere), in one launch. For those q, k and v would be copied into padded rows first, gates
+// added up, and o copied back: three launches more, which take longer than the attention between
+// them.
 //
 // A block has one head of one sequence: its queries, keys and values are one tile each. It reads
 // rows word by word, of 4 or 8 bytes, and makes channels past the last one zero; adds up the gates
@@ -224,7 +225,7 @@ __device__ __forceinline__ void take_part(const ForwardBlock<Shape>& at,
 /// Rows of all tensors are aligned to `aligned` bytes, and multiples of as many long.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
-    short_forward_kernel(const __grid_constant__ TensorAttention w, int aligned) {
+    single_tile_forward_kernel(const __grid_constant__ TensorAttention w, int aligned) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   wait_for_kernels_before();
   const ForwardShared<Shape> shared(shared_bytes);
@@ -269,9 +270,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
 // ---- The launch ----
 
 template <class Data>
-cudaError_t AttentionShortForwardUnit<Data>::launch(TensorAttention work, cudaStream_t stream) {
-  using Shape = ShortForwardShape<Data>;
-  constexpr auto* kKernel = &short_forward_kernel<Shape>;
+cudaError_t AttentionSingleTileForwardUnit<Data>::launch(TensorAttention work,
+                                                         cudaStream_t stream) {
+  using Shape = SingleTileForwardShape<Data>;
+  constexpr auto* kKernel = &single_tile_forward_kernel<Shape>;
   const ForgettingAttentionParams& p = work.params.forward;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   work.tiles = time_tiles(p.layout, Shape::kRows);
