@@ -31,19 +31,19 @@ __device__ __forceinline__ void with_alignment(int bytes, const F& f) {
 /// neighbouring threads. Rows in device memory are aligned to kAligned bytes.
 ///
 /// Words have 4 bytes at least. A row that is aligned to 2 only is taken from the word that it
-/// begins in the middle of: it lies late in the tile, by 2 bytes, until move(). Then a warp has a
-/// row, and every lane one of its words.
+/// begins in the middle of: it is misaligned by one element in the tile until realign(). Then a
+/// warp has a row, and every lane one of its words.
 template <int kColumns, int kRows, int kThreads, int kAligned>
 class TileWords {
   using Tile = Tile16Bit<kColumns>;
   static constexpr int kWord = kAligned < 4 ? 4 : kAligned;
   using Word = typename BitsOf<kWord>::type;
-  static constexpr bool kLate = kAligned < 4;
+  static constexpr bool kMayBeMisaligned = kAligned < 4;
   static constexpr int kWordsOfRow = Tile::kRowBytes / kWord;
   static constexpr int kWords = kRows * kWordsOfRow / kThreads;  // of a thread
   static constexpr int kAtOnce = 8;                              // that wait in registers
   static_assert(kThreads % kWordsOfRow == 0 && kWords % kAtOnce == 0);
-  static_assert(!kLate || kWordsOfRow == 32);
+  static_assert(!kMayBeMisaligned || kWordsOfRow == 32);
 
  public:
   /// `global`: the first row; `limit` rows are there, of `bytes` bytes each.
@@ -68,14 +68,15 @@ class TileWords {
     }
   }
 
-  /// Moves rows that lie late in the tile, when the thread's copies have landed.
-  __device__ __forceinline__ void move() const {
-    if constexpr (kLate) {
+  /// Moves rows that are misaligned by one element to where they belong in the tile, when the
+  /// thread's copies have landed.
+  __device__ __forceinline__ void realign() const {
+    if constexpr (kMayBeMisaligned) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         const uint32_t own = *in_tile(i);
         const uint32_t next = __shfl_down_sync(0xffffffffu, own, 1);
-        if (late(i) != 0) {
+        if (misaligned_bytes(i) != 0) {
           *in_tile(i) = __funnelshift_r(own, byte_ + kWord < Tile::kRowBytes ? next : 0u, 16);
         }
       }
@@ -93,8 +94,8 @@ class TileWords {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if constexpr (kLate) {
-          store_late(first + i, x[i]);
+        if constexpr (kMayBeMisaligned) {
+          store_misaligned(first + i, x[i]);
         } else if (existing(first + i) > 0) {
           *in_global(first + i) = x[i];
         }
@@ -105,14 +106,15 @@ class TileWords {
  private:
   static constexpr int kStep = kThreads / kWordsOfRow;  // rows from a thread's word to its next
 
-  /// By how many bytes row i of the thread lies late.
-  __device__ int late(int i) const {
-    return kLate ? static_cast<int>(reinterpret_cast<uintptr_t>(row_in_global(i)) & 2) : 0;
+  /// By how many bytes row i of the thread is misaligned: 0 or 2.
+  __device__ int misaligned_bytes(int i) const {
+    return kMayBeMisaligned ? static_cast<int>(reinterpret_cast<uintptr_t>(row_in_global(i)) & 2)
+                            : 0;
   }
   /// Bytes of the word that are the row's, or before it.
   __device__ int existing(int i) const {
-    const int left =
-        kLate ? min(max(bytes_ + late(i) - byte_, 0), kWord) : (byte_ < bytes_ ? kWord : 0);
+    const int left = kMayBeMisaligned ? min(max(bytes_ + misaligned_bytes(i) - byte_, 0), kWord)
+                                      : (byte_ < bytes_ ? kWord : 0);
     return row_ + i * kStep < limit_ ? left : 0;
   }
   __device__ Word* in_tile(int i) const {
@@ -122,20 +124,20 @@ class TileWords {
     return global_ + static_cast<int64_t>(i * kStep) * row_bytes_;
   }
   __device__ Word* in_global(int i) const {
-    return reinterpret_cast<Word*>(row_in_global(i) + byte_ - late(i));
+    return reinterpret_cast<Word*>(row_in_global(i) + byte_ - misaligned_bytes(i));
   }
 
   /// `own`: the thread's word of row i in the tile.
-  __device__ __forceinline__ void store_late(int i, uint32_t own) const {
+  __device__ __forceinline__ void store_misaligned(int i, uint32_t own) const {
     const uint32_t before = __shfl_up_sync(0xffffffffu, own, 1);
-    const uint32_t x = late(i) != 0 ? __funnelshift_l(before, own, 16) : own;
+    const uint32_t x = misaligned_bytes(i) != 0 ? __funnelshift_l(before, own, 16) : own;
     const int exist = existing(i);
     auto* const halves = reinterpret_cast<unsigned short*>(in_global(i));
-    if (exist == kWord && byte_ >= late(i)) {
+    if (exist == kWord && byte_ >= misaligned_bytes(i)) {
       *in_global(i) = x;
     } else if (exist == kWord) {  // the row begins with the second half
       halves[1] = static_cast<unsigned short>(x >> 16);
-    } else if (exist > 0 && byte_ >= late(i)) {
+    } else if (exist > 0 && byte_ >= misaligned_bytes(i)) {
       halves[0] = static_cast<unsigned short>(x);
     }
   }
@@ -192,8 +194,8 @@ __device__ __forceinline__ void add_up_gates(const ForwardBlock<Shape>& at) {
   }
 }
 
-/// What forgetting_attention_forward_kernel does with kPart keys of a tile, which both would share
-/// but for the order of its instructions. A warp without queries only takes part in the vote.
+/// The loop body of forgetting_attention_forward_kernel for kPart keys, kept apart because sharing
+/// it reorders that kernel's instructions. A warp without queries only takes part in the vote.
 template <class Shape>
 __device__ __forceinline__ void take_part(const ForwardBlock<Shape>& at,
                                           const ForwardWarp<Shape>& warp,
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   add_up_gates(at);
   if (aligned < 4) {
     wait_for_copies<0>();
-    for_inputs<2>(at, [](const auto& words) { words.move(); });
+    for_inputs<2>(at, [](const auto& words) { words.realign(); });
   }
 
   OnlineSoftmax<Shape> softmax;
