@@ -100,7 +100,7 @@ template <class Scan>
 cudaError_t run(const Scan& scan, double* totals, cudaStream_t stream) {
   const GateChunks<Scan> chunks(scan, totals);
   if (chunks.adds_up_alone()) {
-    return launch_early<&short_gate_scan_kernel<Scan>>(dim3(chunks.blocks()), kGateChunk, 0, stream,
+    return launch_early<&whole_gate_scan_kernel<Scan>>(dim3(chunks.blocks()), kGateChunk, 0, stream,
                                                        chunks);
   }
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&gate_totals_kernel<Scan>, chunks.blocks(),
