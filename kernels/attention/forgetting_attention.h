@@ -21,11 +21,11 @@ enum class AttentionPath : uint8_t {
 /// Which tiles a pass on tensor cores takes: the portable kernels' (cuda/tile_configs.cuh), or
 /// those of the kernels for Hopper (cuda/hopper/).
 enum class AttentionTile : int {
-  kUsual,  // portable
-  kShort,  // portable, forward: batch rows up to kShortTime tokens, rows of any width and alignment
-  kWide,   // portable, forward: more queries and keys, where there are many of both
-  kSmall,  // portable, backward: for chips that give a block little shared memory
-  kHopper,  // those for compute capability 9.0
+  kUsual,       // portable
+  kSingleTile,  // portable, forward: rows of any width and alignment, up to kSingleTileTime tokens
+  kWide,        // portable, forward: more queries and keys, where there are many of both
+  kSmall,       // portable, backward: for chips that give a block little shared memory
+  kHopper,      // those for compute capability 9.0
 };
 
 /// What a launch needs besides its tensors. Found by the *_plan functions of
@@ -145,8 +145,8 @@ constexpr int64_t kMaxAttentionHeadDim = 256;
 
 /// Up to these, a forward pass on CUDA tensor cores reads and writes rows as they are: of any head
 /// dimension, aligned to an element.
-constexpr int kShortTime = 128;    // tokens of all queries and of all keys of a batch row
-constexpr int kShortHeadDim = 63;  // D: of a row of 128 bytes, which may begin an element late
+constexpr int kSingleTileTime = 128;    // tokens of all queries and of all keys of a batch row
+constexpr int kSingleTileHeadDim = 63;  // D: a row of 128 bytes holds one misaligned by an element
 
 /// exp of this is zero in every type, and a sum of 10^6 of them in float64 still has four digits
 /// after the point.

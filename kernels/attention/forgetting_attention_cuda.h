@@ -36,9 +36,9 @@ namespace tidegate::kernels::attention {
 // (hopper/), which take some of the same params. The plans are cudaErrorNotSupported where none of
 // these kernels takes the params on the current device: they take 16-bit data, D a multiple of 8
 // from 16 on, rows of all tensors of D elements aligned to 16 bytes, a window below 2^31 - 1, at
-// most that many blocks; and need enough shared memory for a tile. A forward pass over
-// batch rows of up to kShortTime tokens (packed: all sequences together) takes rows of any D up to
-// 63, wherever they begin.
+// most that many blocks; and need enough shared memory for a tile. A forward pass over batch rows
+// of up to kSingleTileTime tokens (packed: all sequences together) takes rows of any D up to 63,
+// wherever they begin.
 
 /// Whether the tensor-core kernels for aligned rows take the inputs and o.
 bool tensor_cores_take(const ForgettingAttentionParams& params);

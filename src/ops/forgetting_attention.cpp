@@ -134,9 +134,10 @@ bool wants_padding(at::ArrayRef<at::Tensor> tensors) {
 }
 
 /// Whether a forward pass of what wants padding takes q, k and v as they are, without it.
-bool is_short(const at::Tensor& q, const at::Tensor& k) {
+bool is_single_tile(const at::Tensor& q, const at::Tensor& k) {
   using namespace kernels::attention;
-  return q.size(3) <= kShortHeadDim && q.size(1) <= kShortTime && k.size(1) <= kShortTime;
+  return q.size(3) <= kSingleTileHeadDim && q.size(1) <= kSingleTileTime &&
+         k.size(1) <= kSingleTileTime;
 }
 
 // ---- forward ----
@@ -176,7 +177,7 @@ TensorTuple<2> ForgettingAttention::meta() const {
 }
 
 TensorTuple<2> ForgettingAttention::kernel() const {
-  if (wants_padding({q, k, v}) && !is_short(q, k)) {
+  if (wants_padding({q, k, v}) && !is_single_tile(q, k)) {
     check_attention(*this);
     const int64_t head_dim = q.size(3), wide = padded_head_dim(head_dim);
     WidthCopies copies(kOpName<ForgettingAttention>);

@@ -354,9 +354,9 @@ void check_forward(const AttentionShape& shape) {
   problem.check(/*backward=*/false);
 }
 
-// Short sequences of heads of any dimension, in rows that begin anywhere: the kernel that takes
-// them as they are.
-TEST(AttentionCudaShort, RowsOfAnyWidth) {
+// Batch rows of at most 128 tokens, of heads of any dimension, in rows that begin anywhere: the
+// kernel that takes them as they are, one tile each.
+TEST(AttentionCudaSingleTile, RowsOfAnyWidth) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
   uint32_t i = 0;
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
@@ -387,7 +387,7 @@ TEST(AttentionCudaNaN, StaysWhereCausalityPutsIt) {
     for (const int64_t dim : {50, 64, 128, 256}) {
       AttentionShape shape;
       shape.head_dim = dim;
-      shape.queries = shape.keys = dim == 50 ? 128 : 200;  // short_forward_kernel's sizes
+      shape.queries = shape.keys = dim == 50 ? 128 : 200;  // single_tile_forward_kernel's sizes
       shape.window = window;
       AttentionProblem clean(shape), problem(shape);
       constexpr int64_t kToken = 70;
@@ -462,7 +462,7 @@ TEST(AttentionCudaSanitize, NaNIsNotPruned) {
 }
 
 // Packed sequences, and queries before all keys, which see none.
-TEST(AttentionCudaSanitize, ShortRowsOfAnyWidth) {
+TEST(AttentionCudaSanitize, SingleTileRowsOfAnyWidth) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";
   for (const int64_t dim : {44, 50, 53}) {  // rows aligned to 8, 4 and 2 bytes
     AttentionShape shape;

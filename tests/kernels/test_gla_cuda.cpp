@@ -1,13 +1,10 @@
-// Gated linear attention on CUDA through raw pointers: the plain path in every dtype, the
-// tensor-core path and float32's chunks in every form, whole and in segments, held against the
-// naive references.
+// Gated linear attention on CUDA through raw pointers: the plain path in every dtype and the
+// tensor-core path in every form, whole and in segments, held against the naive references.
+// test_gla_fp32_chunks_cuda.cpp has float32 in chunks.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
-#include <string>
-#include <tuple>
 #include <vector>
 
 #include "kernels/gla/gla_cuda.h"
@@ -20,104 +17,6 @@ namespace {
 using kernels::gla::GlaPath;
 
 constexpr int64_t kTimes[] = {0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 1000, 4097};
-const InputActivation kActivations[] = {InputActivation::kNone, InputActivation::kSilu,
-                                        InputActivation::kSigmoid};
-
-enum class Form : uint8_t { kDecays, kDecayAHead, kLogits };
-
-using Param = std::tuple<DType, bool, Form>;  // bool: gates in the state's type
-
-std::string name_of(const ::testing::TestParamInfo<Param>& info) {
-  const char* forms[] = {"decays", "decay_a_head", "logits"};
-  return std::string(dtype_name(std::get<0>(info.param))) +
-         (std::get<1>(info.param) ? "_wide_gates_" : "_") +
-         forms[static_cast<int>(std::get<2>(info.param))];
-}
-
-class GlaCuda : public ::testing::TestWithParam<Param> {
- protected:
-  void SetUp() override {
-    if (no_device()) GTEST_SKIP() << "no CUDA device";
-    const auto& [dtype, wide_gates, form] = GetParam();
-    shape_.dtype = dtype;
-    shape_.gate = wide_gates ? state_dtype(dtype) : dtype;
-    shape_.gate_per_head = form == Form::kDecayAHead;
-    shape_.gate_kind = form == Form::kLogits ? GateKind::kLogit : GateKind::kLogDecay;
-  }
-
-  /// The options that go with any size, by `i`.
-  GlaShape vary(uint32_t i) const {
-    GlaShape shape = shape_;
-    shape.seed = i + 1;
-    shape.reverse = i % 2 == 1;
-    shape.has_states = i % 5 != 4;
-    shape.has_gamma = i % 3 != 2;
-    shape.offsets_are_int64 = i % 2 == 0;
-    shape.gates = static_cast<Gates>(i / 2 % 5);
-    shape.q_activation = kActivations[i % 3];
-    shape.v_activation = kActivations[i / 3 % 3];
-    return shape;
-  }
-
-  /// Both passes, twice for their bits.
-  static void check_both_passes(const GlaShape& shape, GlaPath path) {
-    SCOPED_TRACE(shape.full_name());
-    GlaProblem problem(shape), again(shape);
-    for (GlaProblem* p : {&problem, &again}) {
-      kernels::gla::GlaBackwardParams params = p->backward_params();
-      params.forward.path = path;
-      check_cuda(kernels::gla::gla_backward_plan(params, &params.forward.plan), "plan");
-      p->take_partials(params.forward.plan.partials);
-      GlaOnDevice device(*p, path);
-      device.forward(device.forward_params());
-      device.backward();
-      device.download();
-    }
-    problem.check();
-    for (size_t i = 0; i < problem.outputs().size(); ++i) {
-      EXPECT_TRUE(problem.outputs()[i]->surroundings_untouched());
-      EXPECT_TRUE(problem.outputs()[i]->same_bits(*again.outputs()[i])) << "output " << i;
-    }
-  }
-
-  /// A NaN or infinity at token t reaches no output of an earlier token, in whatever place of a
-  /// sub-chunk t is; and what it does not reach is as it would be without it.
-  void check_that_nan_reaches_later_tokens_only(GlaPath path) const {
-    for (const int64_t step : {0, 3, 15, 16, 21, 31, 32, 39}) {
-      for (const int in : {0, 1, 2, 3}) {
-        for (const double poison : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
-          GlaShape shape = shape_;
-          shape.batch = shape.heads = 1;
-          shape.time = 40;
-          shape.key_dim = shape.value_dim = 16;
-          if (in == 1 && shape.logits()) continue;  // there is no k
-          const int column = shape.gate_per_head && in == 3 ? 0 : 4;
-          GlaProblem clean(shape), problem(shape);
-          TypedSeries* inputs[] = {&problem.q, &problem.k, &problem.v, &problem.gate};
-          inputs[in]->set(step, column, in == 3 ? NAN : poison);
-          for (GlaProblem* p : {&clean, &problem}) {
-            GlaOnDevice device(*p, path);
-            device.forward(device.forward_params());
-            device.download();
-          }
-          for (int64_t t = 0; t < shape.time; ++t) {
-            for (int64_t j = 0; j < shape.value_dim; ++j) {
-              // A query reaches its own token; v its column; keys and gates all columns.
-              const bool hit = in == 0 ? t == step : t >= step && (in != 2 || j == 4);
-              const double got = problem.o.get(t, j).real();
-              EXPECT_EQ(std::isfinite(got), !hit) << in << " at " << step << ": " << t << ", " << j;
-              if (!hit) {
-                EXPECT_EQ(got, clean.o.get(t, j).real());
-              }
-            }
-          }
-        }
-      }
-    }
-  }
-
-  GlaShape shape_;
-};
 
 // ---- the plain path ----
 
@@ -167,16 +66,15 @@ TEST_P(GlaCudaPlain, EverySize) {
 
 constexpr DType kReal[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
 constexpr DType kHalf[] = {DType::kBFloat16, DType::kFloat16};
-constexpr Form kForms[] = {Form::kDecays, Form::kDecayAHead, Form::kLogits};
 
 INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaPlain,
                          ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Values(false),
-                                            ::testing::ValuesIn(kForms)),
-                         name_of);
+                                            ::testing::ValuesIn(kGlaForms)),
+                         gla_cuda_name);
 INSTANTIATE_TEST_SUITE_P(WideGates, GlaCudaPlain,
                          ::testing::Combine(::testing::ValuesIn(kHalf), ::testing::Values(true),
-                                            ::testing::ValuesIn(kForms)),
-                         name_of);
+                                            ::testing::ValuesIn(kGlaForms)),
+                         gla_cuda_name);
 
 // ---- the tensor-core path ----
 
@@ -379,136 +277,8 @@ TEST_P(GlaCudaTensorCore, NanReachesLaterTokensOnly) {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaTensorCore,
                          ::testing::Combine(::testing::ValuesIn(kHalf), ::testing::Bool(),
-                                            ::testing::ValuesIn(kForms)),
-                         name_of);
-
-// ---- float32 in chunks ----
-
-class GlaCudaFp32Chunks : public GlaCuda {
- protected:
-  static void check(const GlaShape& shape) { check_both_passes(shape, GlaPath::kFp32Chunks); }
-};
-
-TEST_P(GlaCudaFp32Chunks, EveryLength) {
-  uint32_t i = 0;
-  for (const int64_t time : {9, 15, 16, 17, 31, 48, 63, 64, 65, 127, 128, 200, 1000}) {
-    for (const bool packed : {false, true}) {
-      GlaShape shape = vary(i++);
-      shape.time = time;
-      shape.batch = time >= 200 ? 1 : 2;
-      shape.heads = 2;
-      shape.key_dim = i % 2 == 0 ? 9 : 40;
-      shape.value_dim = i % 3 == 0 ? 4 : 37;
-      if (packed) pack(&shape, i / 2);
-      check(shape);
-    }
-  }
-}
-
-TEST_P(GlaCudaFp32Chunks, EverySize) {
-  uint32_t i = 0;
-  for (const int64_t key_dim : {1, 3, 16, 17, 64, 97, 130}) {
-    for (const int64_t value_dim : {1, 4, 31, 33, 128, 200}) {
-      GlaShape shape = vary(i++);
-      shape.batch = 1;
-      shape.heads = 1 + i % 2;
-      shape.time = i % 4 == 0 ? 16 : 41;
-      shape.key_dim = key_dim;
-      shape.value_dim = value_dim;
-      shape.gap = i % 3;
-      shape.shift = i % 2;
-      check(shape);
-    }
-  }
-}
-
-// Enough heads for chunks of several sub-chunks; from 132 tiles on (on an H200), outputs go by
-// whole sequences.
-TEST_P(GlaCudaFp32Chunks, LongChunks) {
-  struct Size {
-    int64_t batch, heads, keys, values;
-  };
-  uint32_t i = 0;
-  for (const auto& [batch, heads, keys, values] :
-       {Size{1, 48, 97, 65}, Size{2, 40, 64, 35}, Size{1, 90, 40, 36}, Size{2, 72, 41, 39}}) {
-    for (const bool packed : {false, true}) {
-      GlaShape shape = vary(i++);
-      shape.batch = batch;
-      shape.heads = heads;
-      shape.time = 64 * 3 + 37;
-      shape.key_dim = keys;
-      shape.value_dim = values;
-      if (packed) shape.offsets = {0, 0, 100, 100, 105, 64 * 3 + 37};
-      if (packed) shape.batch = 1;
-      check(shape);
-    }
-  }
-}
-
-TEST_P(GlaCudaFp32Chunks, LargestSizes) {
-  for (const int64_t key_dim : {8, 256}) {
-    for (const int64_t value_dim : {8, 256}) {
-      GlaShape shape = vary(static_cast<uint32_t>(key_dim + value_dim));
-      shape.batch = shape.heads = 1;
-      shape.time = 81;
-      shape.key_dim = key_dim;
-      shape.value_dim = value_dim;
-      check(shape);
-    }
-  }
-}
-
-// Long enough, and few enough heads, for the states to be found in segments.
-TEST_P(GlaCudaFp32Chunks, Segments) {
-  for (uint32_t i = 0; i < 4; ++i) {
-    GlaShape shape = vary(i);
-    shape.batch = shape.heads = 1;
-    shape.time = 64 * 8 * 4 + (i % 2 == 0 ? 0 : 37);
-    shape.key_dim = i % 2 == 0 ? 16 : 35;
-    shape.value_dim = i < 2 ? 8 : 21;
-    if (i >= 2) shape.offsets = {0, 0, shape.time - 5, shape.time - 5, shape.time};
-    GlaProblem problem(shape);
-    kernels::gla::GlaParams params = problem.forward_params();
-    params.path = GlaPath::kFp32Chunks;
-    check_cuda(kernels::gla::gla_forward_plan(params, &params.plan), "plan");
-    EXPECT_EQ(params.plan.segment_time > 0, i < 2);
-    check(shape);
-  }
-}
-
-TEST_P(GlaCudaFp32Chunks, LittleSharedMemory) {
-  const SharedBytesLimit limit(99 * 1024);
-  for (const int64_t dim : {64, 128}) {
-    GlaShape shape = vary(static_cast<uint32_t>(dim));
-    shape.batch = shape.heads = 1;
-    shape.time = 90;
-    shape.key_dim = shape.value_dim = dim;
-    check(shape);
-  }
-}
-
-TEST_P(GlaCudaFp32Chunks, NanReachesLaterTokensOnly) {
-  check_that_nan_reaches_later_tokens_only(GlaPath::kFp32Chunks);
-}
-
-TEST_P(GlaCudaFp32Chunks, Sanitize) {
-  for (uint32_t i = 0; i < 3; ++i) {
-    GlaShape shape = vary(6 + i);
-    shape.has_states = true;
-    shape.batch = shape.heads = 1;
-    shape.heads = i == 0 ? 120 : 1;  // enough for long chunks
-    shape.time = i == 1 ? 64 * 8 * 4 : 83;
-    shape.key_dim = i == 0 ? 130 : i == 1 ? 17 : 40;
-    shape.value_dim = i == 0 ? 4 : i == 1 ? 20 : 33;
-    if (i == 2) pack(&shape, 0);
-    check(shape);
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaFp32Chunks,
-                         ::testing::Combine(::testing::Values(DType::kFloat32),
-                                            ::testing::Values(false), ::testing::ValuesIn(kForms)),
-                         name_of);
+                                            ::testing::ValuesIn(kGlaForms)),
+                         gla_cuda_name);
 
 // ---- all paths ----
 
@@ -553,8 +323,8 @@ TEST_P(GlaCudaStep, WithoutAFinalState) {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaStep,
                          ::testing::Combine(::testing::ValuesIn(kReal), ::testing::Values(false),
-                                            ::testing::ValuesIn(kForms)),
-                         name_of);
+                                            ::testing::ValuesIn(kGlaForms)),
+                         gla_cuda_name);
 
 /// A reduced set for compute-sanitizer: tiny shapes, each kernel once or twice.
 class GlaCudaSanitize : public GlaCudaTensorCore {};
@@ -589,8 +359,9 @@ TEST_P(GlaCudaSanitize, Tiny) {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, GlaCudaSanitize,
                          ::testing::Combine(::testing::Values(DType::kBFloat16),
-                                            ::testing::Values(false), ::testing::ValuesIn(kForms)),
-                         name_of);
+                                            ::testing::Values(false),
+                                            ::testing::ValuesIn(kGlaForms)),
+                         gla_cuda_name);
 
 TEST(GlaCudaPlan, TakesTensorCoresWhereTheyFit) {
   if (no_device()) GTEST_SKIP() << "no CUDA device";

@@ -100,7 +100,7 @@ template <class Scan>
 cudaError_t run(const Scan& scan, double* totals, cudaStream_t stream) {
   const GateChunks<Scan> chunks(scan, totals);
   if (chunks.adds_up_alone()) {
-    return launch_early<&short_gate_scan_kernel<Scan>>(dim3(chunks.blocks()), kGateChunk, 0, stream,
+    return launch_early<&whole_gate_scan_kernel<Scan>>(dim3(chunks.blocks()), kGateChunk, 0, stream,
                                                        chunks);
   }
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_unless_empty(&gate_totals_kernel<Scan>, chunks.blocks(),
@@ -187,12 +187,12 @@ bool tensor_cores_take(const ForgettingAttentionParams& p) {
 
 namespace {
 
-/// Whether the kernel of forward/short_kernel.cuh takes the inputs and o. It drops no keys where
-/// `prune` would allow it.
-bool short_kernel_takes(const ForgettingAttentionParams& p) {
-  return is_16_bit(p.q.dtype) && p.head_dim <= kShortHeadDim && p.layout.time <= kShortTime &&
-         p.key_layout.time <= kShortTime &&
-         p.heads * time_tiles(p.layout, kShortTime).count <= kLargestGrid &&
+/// Whether the kernel of forward/single_tile_kernel.cuh takes the inputs and o. It drops no keys
+/// where `prune` would allow it.
+bool single_tile_takes(const ForgettingAttentionParams& p) {
+  return is_16_bit(p.q.dtype) && p.head_dim <= kSingleTileHeadDim &&
+         p.layout.time <= kSingleTileTime && p.key_layout.time <= kSingleTileTime &&
+         p.heads * time_tiles(p.layout, kSingleTileTime).count <= kLargestGrid &&
          p.window < kLargestGrid;
 }
 
@@ -214,10 +214,10 @@ cudaError_t find_key_norms(const TensorAttention& work, cudaStream_t stream) {
 
 cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAttentionPlan* plan) {
   if (!tensor_cores_take(p)) {
-    if (!short_kernel_takes(p)) {
+    if (!single_tile_takes(p)) {
       return cudaErrorNotSupported;
     }
-    *plan = {.path = AttentionPath::kTensorCore, .tile = AttentionTile::kShort};
+    *plan = {.path = AttentionPath::kTensorCore, .tile = AttentionTile::kSingleTile};
     return cudaSuccess;
   }
   DeviceLimits limits;
@@ -237,9 +237,10 @@ cudaError_t tensor_forward_plan(const ForgettingAttentionParams& p, ForgettingAt
 cudaError_t tensor_forward(const ForgettingAttentionParams& p, cudaStream_t stream) {
   TensorAttention work;
   work.params.forward = p;
-  if (p.plan.tile == AttentionTile::kShort) {
-    return dispatch_16_bit(
-        p.q.dtype, [&]<class T>() { return AttentionShortForwardUnit<T>::launch(work, stream); });
+  if (p.plan.tile == AttentionTile::kSingleTile) {
+    return dispatch_16_bit(p.q.dtype, [&]<class T>() {
+      return AttentionSingleTileForwardUnit<T>::launch(work, stream);
+    });
   }
   const ForwardWorkspace workspace(p);
   work.gate_sums = workspace.gate_sums;

@@ -4,7 +4,7 @@
 // scans over time in float64. Time is divided into chunks that run at the same time: chunks are
 // added up first, then every chunk is scanned by itself, from the totals before it, so sums have a
 // fixed order. Over at most four chunks of keys one launch does both: a block adds up the chunks
-// before its own (short_gate_scan_kernel). Both steps are parts of blocks of kGateChunk threads,
+// before its own (whole_gate_scan_kernel). Both steps are parts of blocks of kGateChunk threads,
 // which may share a launch with other work; scan_gates and gate_gradients launch a scan by itself
 // (forgetting_attention_cuda.cu).
 
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kGateChunk)
 /// The whole scan, where a block adds up the chunks before its own.
 template <class Scan>
 __global__ void __launch_bounds__(kGateChunk)
-    short_gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
+    whole_gate_scan_kernel(const __grid_constant__ GateChunks<Scan> chunks) {
   let_next_kernel_begin();
   wait_for_kernels_before();
   if (blockIdx.x == 0 && threadIdx.x == 0) {

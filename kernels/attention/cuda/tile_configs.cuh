@@ -43,12 +43,13 @@ struct ForwardShape {
   // The last 16: the queries' norm and BlockConstants.
 };
 
-/// The tile of short_forward_kernel, which is all of a sequence: one stage. Where there are few
-/// sequences nothing hides a warp's latencies, so eight warps have 16 queries each; where there are
-/// many, two blocks hide each other's.
+/// The tile of single_tile_forward_kernel, which is all of a sequence: one stage. Where there are
+/// few sequences nothing hides a warp's latencies, so eight warps have 16 queries each; where there
+/// are many, two blocks hide each other's.
 template <class Data>
-struct ShortForwardShape : ForwardShape<Data, ForwardTile{64, 1, 8, kShortTime, 64, 2, true}> {
-  using Base = ForwardShape<Data, ForwardTile{64, 1, 8, kShortTime, 64, 2, true}>;
+struct SingleTileForwardShape
+    : ForwardShape<Data, ForwardTile{64, 1, 8, kSingleTileTime, 64, 2, true}> {
+  using Base = ForwardShape<Data, ForwardTile{64, 1, 8, kSingleTileTime, 64, 2, true}>;
   static constexpr int kStages = 1;
   static constexpr int kSharedBytes = Base::kSharedBytes - Base::kStageBytes;
 };

@@ -8,7 +8,7 @@ foreach(unit forward/forward_kernel=Forward backward/backward_unit=Backward)
     "small=__nv_bfloat16, HeadDims::kSmall|__half, HeadDims::kSmall"
     "large=__nv_bfloat16, HeadDims::kLarge|__half, HeadDims::kLarge")
 endforeach()
-tidegate_units(kernels/attention/cuda/forward/short_kernel.cuh AttentionShortForwardUnit
+tidegate_units(kernels/attention/cuda/forward/single_tile_kernel.cuh AttentionSingleTileForwardUnit
   "bf16_f16=__nv_bfloat16|__half")
 tidegate_units(kernels/attention/cuda/hopper/forward_unit.cuh HopperForwardUnit
   "bf16_f16=__nv_bfloat16|__half")

@@ -66,7 +66,7 @@ struct AttentionForwardUnit {
 };
 
 template <class Data>
-struct AttentionShortForwardUnit {
+struct AttentionSingleTileForwardUnit {
   /// Adds up gates itself.
   static cudaError_t launch(TensorAttention work, cudaStream_t stream);
 };

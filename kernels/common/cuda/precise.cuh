@@ -158,7 +158,7 @@ __host__ __device__ inline double power_of_two(int n) {
 }
 
 /// exp of |x| < 700 as a sum of two numbers, the second of which holds what the first has rounded
-/// away (to a thousandth of its last place). The argument less a multiple of ln 2, in two words,
+/// away (to a thousandth of its last place). The argument less a multiple of ln 2, in two doubles,
 /// then the series, with what its leading terms round away. A decay or a phase is used again and
 /// again, and the error of one ulp that CUDA's exp may have would be made at every step.
 __host__ __device__ inline Precise<double> exp_by_series(Precise<double> x) {
@@ -207,7 +207,7 @@ struct Turn {
 /// sin and cos of |angle| < 1e5 as sums of two numbers, the first within 0.71 units of the last
 /// place, where CUDA's sincos errs by up to 1.4 (both measured for angles between -3 and 3):
 /// whoever rotates a state by them makes the same error at every step. The angle less a multiple of
-/// pi / 2, in two words, then fdlibm's polynomials with what their leading terms round away.
+/// pi / 2, in two doubles, then fdlibm's polynomials with what their leading terms round away.
 __host__ __device__ inline Turn turn_by_series(Precise<double> angle) {
   const double turns = rint(angle.hi * 0.63661977236758134308);
   const double first = fma(-turns, 1.57079632679489655800, angle.hi);  // exact

@@ -35,9 +35,9 @@ __device__ inline Sequence find_sequence(const SequenceLayout& layout, int64_t n
 
 // ---- Tiles of time ----
 //
-// Time divided into tiles that blocks work on at the same time: chunks of 64 tokens, or segments of
-// many chunks. Every tile has an index in [0, count). How many indices there are is known without
-// reading the sequences' offsets, so some indices of packed sequences belong to no tile.
+// Time divided into tiles that blocks work on at the same time: chunks, or segments of many chunks.
+// Every tile has an index in [0, count). How many indices there are is known without reading the
+// sequences' offsets, so some indices of packed sequences belong to no tile.
 
 /// Every sequence divided into tiles of `length` tokens in the order of its scan, the last one
 /// shorter.
@@ -54,6 +54,12 @@ inline TimeTiles time_tiles(const SequenceLayout& layout, int64_t length) {
   const int64_t count = layout.offsets == nullptr ? layout.sequences * tiles
                                                   : layout.time / length + layout.sequences;
   return {layout, static_cast<int>(length), count, static_cast<int>(tiles)};
+}
+
+/// One tile a sequence, whose index is the sequence's. With tiles of `time` tokens, an empty last
+/// sequence, which begins at the end of time, would have an index one larger.
+inline TimeTiles whole_sequences(const SequenceLayout& layout) {
+  return time_tiles(layout, layout.time + 1);
 }
 
 /// Tokens [first, first + tokens) of a sequence, in the order of its scan.

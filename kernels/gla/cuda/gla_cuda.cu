@@ -285,7 +285,7 @@ cudaError_t tensor_forward(const GlaParams& p, cudaStream_t stream) {
     return rows_aligned(p.o, bytes) && p.value_dim * element_size(p.o.dtype) % bytes == 0;
   };
   work.output_bytes = stored_by(8) ? 8 : stored_by(4) ? 4 : 2;
-  work.segments = time_tiles(p.layout, divided ? p.plan.segment_time : p.layout.time + 1);
+  work.segments = divided ? time_tiles(p.layout, p.plan.segment_time) : whole_sequences(p.layout);
   work.states = space.states_in(p.workspace);
   work.products = space.products_in(p.workspace);
   float* const sums = space.sums_in(p.workspace);

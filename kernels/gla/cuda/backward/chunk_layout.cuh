@@ -149,7 +149,7 @@ __device__ inline void finish_rows(const RowTile& tile, InputActivation activati
 constexpr int kStateColumns = 128;
 
 /// States at chunk boundaries, in f16 and in units of a power of two for every channel and column
-/// tile (f16 has three more bits than bf16, which the row sums of S o D need, and too small a range
+/// tile (f16 has three more bits than bf16, which rowsum(S * D) needs, and too small a range
 /// without): [chunk][head][K / 16][V / 16][lane], the 16 bytes of a lane as it needs them for two B
 /// of (values x K-slice): {x, y} of the slice's columns 0-7, {z, w} of 8-15. As {x, z, y, w} they
 /// are A of (K-slice x values).

@@ -14,7 +14,7 @@ namespace tidegate::kernels::gla {
 struct ChunkSums {
   SubChunkSum before[kSubChunks];  // S do, S the state at the start of the chunk, half or sub-chunk
   SubChunkSum after[kSubChunks];   // D v, D the gradient of the state at its end
-  float through[kSubChunks][2];    // row sums of S o D, of the chunk in the first place alone
+  float through[kSubChunks][2];    // rowsum(S * D), of the chunk in the first place alone
 };
 
 /// S_start and D_end of this warp's channels, two V-slices under way while others are used.

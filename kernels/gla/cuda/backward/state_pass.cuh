@@ -5,9 +5,9 @@
 //   forward   for each sub-chunk            S = diag(tot) S + K^T v
 //   adjoint   for each, from the last one   D = diag(tot) D + Q^T do
 //
-// D is the gradient of the loss with respect to the state. Q = q pre, K = k suf and tot are the
-// sub-chunk's: products of its decays up to a token, after it, and of all (chunk_factors.cuh). Only
-// the states at chunk boundaries are kept.
+// D is dL/dS at a chunk's end e through what comes later only, diag(f_{e+1}) dS_{e+1}. Q = q pre,
+// K = k suf and tot are the sub-chunk's: products of its decays up to a token, after it, and of all
+// (chunk_factors.cuh). Only the states at chunk boundaries are kept.
 //
 // The tile: a block of threads has one head of a segment and up to 128 columns of V; each of its
 // K / 16 warps keeps a K-slice of the state, 16 x 128, as fp32 accumulators from one end of time to

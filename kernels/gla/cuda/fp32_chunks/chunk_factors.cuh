@@ -2,9 +2,10 @@
 
 // What all chunks' kernels share of a sub-chunk of 16 tokens, of all chunks at once:
 //
-//   q~ = q decays from the sub-chunk's start to t: by it outputs read S and D takes do up
-//   k~ = k decays from after s to the sub-chunk's end: by it S takes v up and dv reads D
-//   scores = sum over channels of q_t k_s decays from after s to t, s <= t
+//   q~ = scale * activated q * decays from the sub-chunk's start to t: outputs read S by it, and
+//        D takes do up by it
+//   k~ = k * decays from after s to the sub-chunk's end: S takes v up by it, and dv reads D by it
+//   scores = scale * sum over channels of activated q_t * k_s * decays from after s to t, s <= t
 //   total = the product of all decays
 //
 // Scores are dyadic: pairs of a lane's four tokens multiply their decays up; those of neighbouring
@@ -105,7 +106,7 @@ struct LaneScores {
 
   /// Adds up over the lanes of a warp that have the same group, and stores [s][t] of their pairs,
   /// rows kStride apart.
-  __device__ void store(float* part, int group) {
+  __device__ void store(float* to, int group) {
 #pragma unroll
     for (int i = 0; i < kAll; ++i) {
       for (int distance = kGroups; distance < 32; distance *= 2) {
@@ -121,14 +122,14 @@ struct LaneScores {
     for (int t = 0; t < kLaneTokens; ++t) {
 #pragma unroll
       for (int s = 0; s <= t; ++s) {
-        part[(own + s) * kStride + own + t] = sums[at++];
+        to[(own + s) * kStride + own + t] = sums[at++];
       }
     }
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
 #pragma unroll
       for (int s = 0; s < kLaneTokens; ++s) {
-        part[(beside + s) * kStride + beside + 4 + group % 2 * 2 + t] = sums[at++];
+        to[(beside + s) * kStride + beside + 4 + group % 2 * 2 + t] = sums[at++];
       }
     }
     const int other = other_half(group) * kLaneTokens;
@@ -137,7 +138,7 @@ struct LaneScores {
     for (int t = 0; t < kLaneTokens; ++t) {
 #pragma unroll
       for (int s = 0; s < kLaneTokens; ++s) {
-        part[(earlier + s) * kStride + later + t] = sums[at++];
+        to[(earlier + s) * kStride + later + t] = sums[at++];
       }
     }
   }
@@ -207,7 +208,7 @@ struct LaneScores {
 /// A block of threads has a sub-chunk of one head, up to 64 channels at a time.
 __global__ void __launch_bounds__(kFactorThreads, 3)
     chunk_factors_kernel(const __grid_constant__ FactorWork w) {
-  __shared__ float parts[kFactorThreads / 32][LaneScores::kSize];
+  __shared__ float partials[kFactorThreads / 32][LaneScores::kSize];
   wait_for_kernels_before();
   const GlaParams& p = w.params;
   const auto item = static_cast<int64_t>(blockIdx.x);
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kFactorThreads, 3)
       to[2 * kTokens * width + channel] = total;
     }
   }
-  scores.store(parts[threadIdx.x / 32], lane.group);
+  scores.store(partials[threadIdx.x / 32], lane.group);
   __syncthreads();
   for (int pair = static_cast<int>(threadIdx.x); pair < kTokens * kTokens;
        pair += static_cast<int>(blockDim.x)) {
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(kFactorThreads, 3)
     float sum = 0;
     if (s <= t) {  // nothing is stored elsewhere
       for (int i = 0; i < static_cast<int>(blockDim.x) / 32; ++i) {
-        sum += parts[i][s * LaneScores::kStride + t];
+        sum += partials[i][s * LaneScores::kStride + t];
       }
     }
     to[(2 * kTokens + 1) * width + pair] = sum;

@@ -1,15 +1,15 @@
 #pragma once
 
-// Gradients that are sums over V, of every chunk from S before it and D = dL/dS after it: dq, dk,
-// the gate's and dgamma.
+// Gradients that are sums over V, of every chunk from S before it and D after it, as
+// chunk_states.cuh finds them: dq, dk, the gate's and dgamma.
 //
 // A block of threads has a chunk of one head and a tile of 32 or 16 channels, whose states it holds
 // as rows of V. It first finds S before each sub-chunk, and then goes back through them with D:
 //
-//   multiply   do S^T, v D^T and w = do v^T, and the rows' sums of S o D
+//   multiply   do S^T, v D^T and w = do v^T, and rowsum(S * D), element by element
 //   descend    from the sub-chunk's 16 tokens to halves, to a lane's four, and to the token: what
 //              comes from the state before (`before`, S do), from the one after (`after`, D v) and
-//              what passes (`through`, sum of S o D), each of them for the part of the group below
+//              what passes (`through`, rowsum(S * D)), each for the part of the group below
 //   D = total D + q~^T do
 //
 // Every term is a product of decays and inputs, as on the CPU (kernels/gla/cpu/key_tile.h says what
@@ -42,7 +42,7 @@ struct GradientShared {
   float* first_kept;                // S before all sub-chunks but the first; in the end its own
   float *gradient, *value, *d_out;  // D; v and do, [tokens] rows
   float *factor, *total, *through;  // [tokens][channels], [channels], [channels]
-  float* parts;                     // of w; then of S do, and of D v
+  float* partials;                  // split-K sums of w; then of S do, and of D v
   float *pairs, *pairs_back;        // w, [t][s] and [s][t]
 
   __host__ __device__ GradientShared(float* memory, int value_dim, ChunkSize chunk)
@@ -60,8 +60,8 @@ struct GradientShared {
     factor = take(kTokens * kRows);
     total = take(kRows);
     through = take(kRows);
-    static_assert(kPairSize <= kPartSize);
-    parts = take(kWarps * kPartSize);
+    static_assert(kPairSize <= kPartialSize);
+    partials = take(kWarps * kPartialSize);
     pairs = take(kPairSize);
     pairs_back = take(kPairSize);
     floats_ = memory;
@@ -248,25 +248,25 @@ class GradientTile {
   /// v, or do as well, of a sub-chunk.
   template <bool kWithGradient>
   __device__ void load_values(int sub) const {
-    constexpr int kRounds = kTokens / kWarps, kBeside = 2;
+    constexpr int kIterations = kTokens / kWarps, kBeside = 2;
     for (int first_of = lane_index(); first_of < width_; first_of += 32 * kBeside) {
-      float v[kBeside][kRounds], d_o[kBeside][kRounds];
+      float v[kBeside][kIterations], d_o[kBeside][kIterations];
 #pragma unroll
-      for (int i = 0; i < kBeside * kRounds; ++i) {
-        const int token = warp_index() + i % kRounds * kWarps, step = first(sub) + token;
-        const int column = first_of + i / kRounds * 32;
+      for (int i = 0; i < kBeside * kIterations; ++i) {
+        const int token = warp_index() + i % kIterations * kWarps, step = first(sub) + token;
+        const int column = first_of + i / kIterations * 32;
         const bool exists = token < count(sub) && column < value_dim_;
-        v[i / kRounds][i % kRounds] = exists ? inputs_.raw_value(step, column) : 0.0f;
-        d_o[i / kRounds][i % kRounds] =
+        v[i / kIterations][i % kIterations] = exists ? inputs_.raw_value(step, column) : 0.0f;
+        d_o[i / kIterations][i % kIterations] =
             kWithGradient && exists ? d_o_.load<float>(step, column) : 0.0f;
       }
 #pragma unroll
-      for (int i = 0; i < kBeside * kRounds; ++i) {
-        const int token = warp_index() + i % kRounds * kWarps;
-        const int column = first_of + i / kRounds * 32, at = token * shared_.stride + column;
+      for (int i = 0; i < kBeside * kIterations; ++i) {
+        const int token = warp_index() + i % kIterations * kWarps;
+        const int column = first_of + i / kIterations * 32, at = token * shared_.stride + column;
         if (column < width_) {
-          shared_.value[at] = inputs_.value_of(v[i / kRounds][i % kRounds]);
-          if (kWithGradient) shared_.d_out[at] = d_o[i / kRounds][i % kRounds];
+          shared_.value[at] = inputs_.value_of(v[i / kIterations][i % kIterations]);
+          if (kWithGradient) shared_.d_out[at] = d_o[i / kIterations][i % kIterations];
         }
       }
     }
@@ -347,23 +347,23 @@ class GradientTile {
   /// w = do v^T, by some columns a warp.
   __device__ void multiply_values() const {
     const ColumnShare share(width_, warp_index(), kWarps);
-    ProductPart<2> pairs;
+    PartialProduct<2> pairs;
     pairs.add(shared_.d_out, shared_.value, shared_.stride, share.first, share.last);
-    pairs.store<kPairStride>(shared_.parts + warp_index() * kPairSize);
+    pairs.store<kPairStride>(shared_.partials + warp_index() * kPairSize);
   }
 
   /// Half of the warps multiply with either state, by some columns each; then the rows of both.
-  /// The parts of w, which lie where those of the products will, are added up first.
+  /// The partial sums of w, which lie where those of the products will, are added up first.
   __device__ void multiply_states(const float* state) const {
     const int stride = shared_.stride, warp = warp_index();
-    const float pair = sum_of_pair_parts();
+    const float pair = sum_of_pair_partials();
     const ColumnShare share(width_, warp % Shared::kShares, Shared::kShares);
     const bool of_state = warp < Shared::kShares;
-    ProductPart<kRows / 8> product;
+    PartialProduct<kRows / 8> product;
     product.add(of_state ? shared_.d_out : shared_.value, of_state ? state : shared_.gradient,
                 stride, share.first, share.last);
     __syncthreads();
-    product.store<kPartStride>(shared_.parts + warp * kPartSize);
+    product.store<kPartialStride>(shared_.partials + warp * kPartialSize);
     const int t = static_cast<int>(threadIdx.x) / kTokens;
     const int s = static_cast<int>(threadIdx.x) % kTokens;
     shared_.pairs[t * kPairStride + s] = pair;
@@ -371,18 +371,18 @@ class GradientTile {
     multiply_rows(state);
   }
 
-  __device__ float sum_of_pair_parts() const {
+  __device__ float sum_of_pair_partials() const {
     const int t = static_cast<int>(threadIdx.x) / kTokens;
     const int s = static_cast<int>(threadIdx.x) % kTokens;
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) {
-      sum += shared_.parts[i * kPairSize + t * kPairStride + s];
+      sum += shared_.partials[i * kPairSize + t * kPairStride + s];
     }
     return sum;
   }
 
-  /// The sums over V of S o D.
+  /// The sums over V of S * D, element by element.
   __device__ void multiply_rows(const float* state) const {
     const int row = static_cast<int>(threadIdx.x) / 8;
     float sum = 0;
@@ -408,9 +408,9 @@ class GradientTile {
 #pragma unroll
     for (int i = 0; i < kLaneTokens; ++i) {
       gradients.before[i] =
-          sum_of_parts<Shared::kShares>(shared_.parts, lane.token(i), lane.channel);
-      gradients.after[i] = sum_of_parts<Shared::kShares>(
-          shared_.parts + Shared::kShares * kPartSize, lane.token(i), lane.channel);
+          sum_of_partials<Shared::kShares>(shared_.partials, lane.token(i), lane.channel);
+      gradients.after[i] = sum_of_partials<Shared::kShares>(
+          shared_.partials + Shared::kShares * kPartialSize, lane.token(i), lane.channel);
     }
     return gradients;
   }

@@ -9,8 +9,8 @@
 // of V. It holds their states, transposed, and takes a sub-chunk of 16 tokens at a time, whose
 // factors and values have been copied to shared memory during the one before:
 //
-//   multiply   q~ S, in parts that warps make of some channels each
-//   finish     the sum of the parts, scores times values, the next state
+//   multiply   q~ S in split-K partial sums, of some of the channels a warp
+//   finish     the sum of these, scores times values, the next state
 
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
@@ -54,15 +54,15 @@ struct OutputStage {
 template <int kTiles>
 struct OutputShared {
   static constexpr int kColumns = 32 * kTiles, kShares = kWarps / kTiles;
-  int stride;            // of rows of K channels
-  float *state, *parts;  // [columns] rows of K; of the product, a warp each
-  float* stages;         // two
+  int stride;               // of rows of K channels
+  float *state, *partials;  // [columns] rows of K; split-K sums of the product, a warp each
+  float* stages;            // two
 
   __host__ __device__ OutputShared(float* memory, int key_dim)
       : stride(padded_stride(key_dim)),
         state(memory),
-        parts(state + kColumns * stride),
-        stages(parts + kWarps * kPartSize) {}
+        partials(state + kColumns * stride),
+        stages(partials + kWarps * kPartialSize) {}
 
   __device__ OutputStage stage(int i) const {
     return {stages + i * OutputStage::floats(stride, kColumns), stride};
@@ -70,7 +70,7 @@ struct OutputShared {
 
   static int bytes(int key_dim) {
     const int stride = padded_stride(key_dim);
-    return (kColumns * stride + kWarps * kPartSize + 2 * OutputStage::floats(stride, kColumns)) *
+    return (kColumns * stride + kWarps * kPartialSize + 2 * OutputStage::floats(stride, kColumns)) *
            static_cast<int>(sizeof(float));
   }
 };
@@ -109,7 +109,7 @@ class OutputTile {
     if (subs > 0) copy(place(0, subs), 0);
     for (int i = 0; i < subs; ++i) {
       const int sub = place(i, subs), stage = i % 2;
-      wait_for_copies(stage);
+      wait_for_stage(stage);
       __syncthreads();
       if (kAdjoint && w_.kept != nullptr && (i == 0 || w_.factors.chunk.is_last(sub))) {
         store_state(w_.kept, first_chunk_ + w_.factors.chunk.chunk_of(sub));
@@ -122,7 +122,7 @@ class OutputTile {
     }
     if (w_.final != nullptr) {
       commit_copies();  // of the state, where there was no sub-chunk
-      kernels::wait_for_copies<0>();
+      wait_for_copies<0>();
       __syncthreads();
       store_state(w_.final, block_.sequence.index);
     }
@@ -215,9 +215,9 @@ class OutputTile {
     return values_.at(step(sub) + value_at(i) / kColumns, first_column_ + value_at(i) % kColumns);
   }
 
-  /// Waits for this thread's copies, and activates its values.
-  __device__ void wait_for_copies(int stage) const {
-    kernels::wait_for_copies<0>();
+  /// Waits for this thread's copies to a stage, and activates its values.
+  __device__ void wait_for_stage(int stage) const {
+    wait_for_copies<0>();
     if (!kAdjoint && p_.v_activation != InputActivation::kNone) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -235,10 +235,10 @@ class OutputTile {
     const int tile = warp_index() / Shared::kShares;
     const ColumnShare share(width_, warp_index() % Shared::kShares, Shared::kShares);
     const OutputStage from = shared_.stage(stage);
-    ProductPart<4> part;
-    part.add(kAdjoint ? from.key : from.query, shared_.state + tile * 32 * shared_.stride,
-             shared_.stride, share.first, share.last);
-    part.template store<kPartStride>(shared_.parts + warp_index() * kPartSize);
+    PartialProduct<4> product;
+    product.add(kAdjoint ? from.key : from.query, shared_.state + tile * 32 * shared_.stride,
+                shared_.stride, share.first, share.last);
+    product.template store<kPartialStride>(shared_.partials + warp_index() * kPartialSize);
   }
 
   /// Outputs of 2 or 4 tokens a thread.
@@ -246,12 +246,12 @@ class OutputTile {
     constexpr int kOwn = kValues;
     const int column = static_cast<int>(threadIdx.x) % kColumns;
     const int token = static_cast<int>(threadIdx.x) / kColumns * kOwn;
-    const float* parts = shared_.parts + column / 32 * Shared::kShares * kPartSize;
+    const float* partials = shared_.partials + column / 32 * Shared::kShares * kPartialSize;
     const OutputStage from = shared_.stage(stage);
     float sums[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      sums[i] = sum_of_parts<Shared::kShares>(parts, token + i, column % 32);
+      sums[i] = sum_of_partials<Shared::kShares>(partials, token + i, column % 32);
     }
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {

@@ -1,7 +1,9 @@
 #pragma once
 
-// The states at the boundaries of chunks: S before each chunk, forward in time, and D = dL/dS after
-// each chunk, backwards.
+// The states at the boundaries of chunks: S before each chunk, forward in time, and D after each
+// chunk, backwards. D is dL/dS at the chunk's end e through what comes later only, the later tokens
+// and the final state: diag(f_{e+1}) dS_{e+1}, where the dS_e of docs/ops has the output of token e
+// as well.
 //
 //   S = diag(total) S + k~^T v      D = diag(total) D + q~^T do      a sub-chunk at a time
 //

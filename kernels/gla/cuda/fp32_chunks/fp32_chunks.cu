@@ -1,8 +1,9 @@
 // The host's side of the float32 chunks: what they take, their plans, workspaces and launches.
 //
-// Forward: states before every chunk, then outputs of all chunks. Backward: states in both
-// directions, dv of all chunks, and the other gradients. Where few blocks would go through long
-// sequences, the states are found in segments: their maps, these composed, then the states.
+// Forward: the factors; S before every chunk, unless outputs take whole sequences; the outputs.
+// Backward: the factors; S and, unless dv takes whole sequences and makes it, D; dv; the other
+// gradients. Where few blocks would go through long sequences, the states are found in segments:
+// their maps, these composed, then the states.
 
 #include <algorithm>
 #include <limits>
@@ -44,9 +45,9 @@ int gradient_rows(const GlaParams& p, ChunkSize chunk, int shared_bytes) {
   return p.key_dim > 16 && gradient_bytes(p, 32, chunk) <= shared_bytes ? 32 : 16;
 }
 
-/// Chunks of 64 tokens, whose states take a quarter of the memory of shorter ones'; of 16 where
-/// those would be few waves of blocks, since each of these is done sooner; none longer than
-/// sequences are on average.
+/// Chunks of 64 tokens, whose states take a quarter of the memory of those of 16; of 16 where those
+/// would be few waves of blocks, since each of these is done sooner; where sequences are shorter,
+/// the shortest that holds a sequence of average length.
 ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
   const int64_t tokens = p.layout.batch * p.layout.time;
   const int64_t chunks = std::max<int64_t>(1, tokens / kMostChunk);
@@ -90,26 +91,28 @@ ChunkFactors factors_of(const GlaParams& p, ChunkSize chunk) {
 }
 
 /// Its parts, in floats: factors of all sub-chunks, states of chunks, maps of segments, and dlog f
-/// a channel. Without directions, the forward pass by whole sequences, it has factors alone.
+/// a channel. A forward pass by whole sequences stores no states, and has factors alone.
 struct Workspace {
   int64_t factors, states, segment_states, segment_decays, gate_channels;
-  int directions;
+  int stored_directions;
 
-  Workspace(const GlaParams& p, ChunkSize chunk, int64_t segments, int scans)
+  Workspace(const GlaParams& p, ChunkSize chunk, int64_t segments, int stored)
       : Workspace(p, factors_of(p, chunk), time_tiles(p.layout, chunk.tokens()).count, segments,
-                  scans) {}
-  Workspace(const GlaParams& p, const ChunkFactors& of, int64_t chunks, int64_t segments, int scans)
+                  stored) {}
+  Workspace(const GlaParams& p, const ChunkFactors& of, int64_t chunks, int64_t segments,
+            int stored)
       : factors(of.floats(chunks)),
         states(chunks * p.heads * p.key_dim * p.value_dim),
         segment_states(segments * p.heads * p.key_dim * p.value_dim),
         segment_decays(segments * p.heads * p.key_dim),
-        gate_channels(scans == kDirections && p.gate_per_head
+        gate_channels(stored == kDirections && p.gate_per_head
                           ? p.layout.batch * p.layout.time * p.heads * p.key_dim
                           : 0),
-        directions(scans) {}
+        stored_directions(stored) {}
 
   int64_t bytes() const {
-    return (factors + directions * (states + segment_states + segment_decays) + gate_channels) *
+    return (factors + stored_directions * (states + segment_states + segment_decays) +
+            gate_channels) *
            static_cast<int64_t>(sizeof(float));
   }
 
@@ -122,7 +125,7 @@ struct Workspace {
       return part;
     };
     scan->factors.data = take(factors);
-    for (int i = 0; i < directions; ++i) {
+    for (int i = 0; i < stored_directions; ++i) {
       scan->states[i] = take(states);
       scan->segment_states[i] = take(segment_states);
       scan->segment_decays[i] = take(segment_decays);
@@ -146,16 +149,17 @@ cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
   *plan = {.path = GlaPath::kFp32Chunks};
   plan->by_sequences = goes_by_sequences(p, limits);
   // Whole sequences: D comes with dv, and S is needed by gradients alone.
-  const int scans = plan->by_sequences ? directions - 1 : directions;
-  plan->segment_time = scans == 0 ? 0 : choose_segment(p, scans, limits.multiprocessors);
+  const int scanned_directions = plan->by_sequences ? directions - 1 : directions;
+  plan->segment_time =
+      scanned_directions == 0 ? 0 : choose_segment(p, scanned_directions, limits.multiprocessors);
   if (plan->segment_time > 0) {
     plan->segments = time_tiles(p.layout, plan->segment_time).count;
   }
   const ChunkSize chunk = choose_chunk(p, limits);
   plan->chunk_time = chunk.tokens();
   plan->partials = time_tiles(p.layout, chunk.tokens()).count;
-  plan->workspace_bytes =
-      Workspace(p, chunk, plan->segments, directions == 1 ? scans : directions).bytes();
+  const int stored_directions = directions == 1 ? scanned_directions : directions;
+  plan->workspace_bytes = Workspace(p, chunk, plan->segments, stored_directions).bytes();
   return cudaSuccess;
 }
 
@@ -204,7 +208,8 @@ cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t st
 cudaError_t find_states(StateScan scan, int directions, cudaStream_t stream) {
   const GlaParams& p = scan.params;
   scan.divided = p.plan.segment_time > 0;
-  scan.segments = time_tiles(p.layout, scan.divided ? p.plan.segment_time : p.layout.time + 1);
+  scan.segments =
+      scan.divided ? time_tiles(p.layout, p.plan.segment_time) : whole_sequences(p.layout);
   if (scan.divided) {
     StateScan maps = scan;
     maps.maps = true;
@@ -250,7 +255,7 @@ cudaError_t launch_outputs(const StateScan& scan, const HeadSeries& values, cons
                        .states = scan.states[kAdjoint],
                        .whole = p.plan.by_sequences};
   if (work.whole) {
-    work.blocks = time_tiles(p.layout, p.layout.time + 1);
+    work.blocks = whole_sequences(p.layout);
     work.initial = static_cast<const float*>(scan.initial[kAdjoint]);
     work.final = static_cast<float*>(scan.final[kAdjoint]);
     work.kept = kAdjoint ? scan.states[kAdjoint] : nullptr;

@@ -61,7 +61,7 @@ __device__ inline float of_group(float x, int group) { return __shfl_sync(~0u, x
 /// remainder.
 __device__ inline float decay_of(float log_f) {
   const float n = rintf(log_f * kLog2E);
-  const float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, log_f));  // ln 2 in two words
+  const float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, log_f));  // ln 2 in two floats
   float q = 1.98569484e-4f;
   q = fmaf(q, r, 1.39819994e-3f);
   q = fmaf(q, r, 8.33345205e-3f);

@@ -32,15 +32,15 @@ __device__ inline void load_rows(const float* from, float (&rows)[kCount]) {
   }
 }
 
-/// Elements from one token to the next in a part of a product: four tokens that are four apart lie
+/// Elements from one token to the next of a partial product: four tokens that are four apart lie
 /// in different banks, eight neighbouring rows of each.
-constexpr int kPartStride = 34;
-constexpr int kPartSize = kTokens * kPartStride;
+constexpr int kPartialStride = 34;
+constexpr int kPartialSize = kTokens * kPartialStride;
 
-/// A part of [16 tokens][8 kEights rows], the sums over some of the columns, in a warp's registers:
-/// lane 8 t + r has tokens t, t + 4, .. and rows r, r + 8, ..
+/// Split-K partial sums of [16 tokens][8 kEights rows], over some of the columns, in a warp's
+/// registers: lane 8 t + r has tokens t, t + 4, .. and rows r, r + 8, ..
 template <int kEights>
-struct ProductPart {
+struct PartialProduct {
   float sums[kTokens / 4][kEights] = {};
 
   /// Adds x y^T over columns [first, last), multiples of four. Rows of both are `stride` apart.
@@ -71,13 +71,13 @@ struct ProductPart {
 
   /// Tokens are kStride apart.
   template <int kStride>
-  __device__ void store(float* part) const {
+  __device__ void store(float* to) const {
     const int lane = lane_index();
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
 #pragma unroll
       for (int j = 0; j < kEights; ++j) {
-        part[(lane / 8 + 4 * i) * kStride + lane % 8 + 8 * j] = sums[i][j];
+        to[(lane / 8 + 4 * i) * kStride + lane % 8 + 8 * j] = sums[i][j];
       }
     }
   }
@@ -91,13 +91,13 @@ struct ColumnShare {
       : first(width / 4 * share / shares * 4), last(width / 4 * (share + 1) / shares * 4) {}
 };
 
-/// The sum over the parts of a product, in their order.
-template <int kParts>
-__device__ inline float sum_of_parts(const float* parts, int token, int row) {
+/// The sum over the partial sums of a product, in their order.
+template <int kPartials>
+__device__ inline float sum_of_partials(const float* partials, int token, int row) {
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    sum += parts[i * kPartSize + token * kPartStride + row];
+  for (int i = 0; i < kPartials; ++i) {
+    sum += partials[i * kPartialSize + token * kPartialStride + row];
   }
   return sum;
 }

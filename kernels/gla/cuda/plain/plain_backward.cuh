@@ -2,7 +2,8 @@
 
 // Gradients that are sums over V (dq, dk, the gate's, dgamma) and dh0, token by token. With
 // P_t = dL/dS_t:
-//   dq_t = scale S_t do_t    dk_t = P_t v_t    df_t = rowsum(S_{t-1} o P_t)
+//   dq_t = scale S_t do_t    dk_t = P_t v_t    df_t = rowsum(S_{t-1} * P_t)
+// where * is element by element.
 // df is summed as it stands: it needs both states of the same token, so a block of threads
 // first scans the sequence and keeps S where chunks of `chunk` tokens begin. Then it takes the
 // chunks from the last to the first: forward through a chunk, keeping every S, and back with P.

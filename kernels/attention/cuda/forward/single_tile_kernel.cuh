@@ -1,9 +1,10 @@
 #pragma once
 
-// The forward pass over short sequences of heads up to 63 whose rows the other kernels would need
-// padded (a D that is no multiple of 8 or less than 16, or rows that begin anywhere), in one
-// launch. For those q, k and v would be copied into padded rows first, gates added up,
-// and o copied back: three launches more, which take longer than the attention between them.
+// The forward pass over batch rows of at most 128 tokens, of heads up to 63 whose rows the other
+// kernels would need padded (a D that is no multiple of 8 or less than 16, or rows that begin
+// anywhere), in one launch. For those q, k and v would be copied into padded rows first, gates
+// added up, and o copied back: three launches more, which take longer than the attention between
+// them.
 //
 // A block has one head of one sequence: its queries, keys and values are one tile each. It reads
 // rows word by word, of 4 or 8 bytes, and makes channels past the last one zero; adds up the gates
@@ -30,19 +31,19 @@ __device__ __forceinline__ void with_alignment(int bytes, const F& f) {
 /// neighbouring threads. Rows in device memory are aligned to kAligned bytes.
 ///
 /// Words have 4 bytes at least. A row that is aligned to 2 only is taken from the word that it
-/// begins in the middle of: it lies late in the tile, by 2 bytes, until move(). Then a warp has a
-/// row, and every lane one of its words.
+/// begins in the middle of: it is misaligned by one element in the tile until realign(). Then a
+/// warp has a row, and every lane one of its words.
 template <int kColumns, int kRows, int kThreads, int kAligned>
 class TileWords {
   using Tile = Tile16Bit<kColumns>;
   static constexpr int kWord = kAligned < 4 ? 4 : kAligned;
   using Word = typename BitsOf<kWord>::type;
-  static constexpr bool kLate = kAligned < 4;
+  static constexpr bool kMayBeMisaligned = kAligned < 4;
   static constexpr int kWordsOfRow = Tile::kRowBytes / kWord;
   static constexpr int kWords = kRows * kWordsOfRow / kThreads;  // of a thread
   static constexpr int kAtOnce = 8;                              // that wait in registers
   static_assert(kThreads % kWordsOfRow == 0 && kWords % kAtOnce == 0);
-  static_assert(!kLate || kWordsOfRow == 32);
+  static_assert(!kMayBeMisaligned || kWordsOfRow == 32);
 
  public:
   /// `global`: the first row; `limit` rows are there, of `bytes` bytes each.
@@ -67,14 +68,15 @@ class TileWords {
     }
   }
 
-  /// Moves rows that lie late in the tile, when the thread's copies have landed.
-  __device__ __forceinline__ void move() const {
-    if constexpr (kLate) {
+  /// Moves rows that are misaligned by one element to where they belong in the tile, when the
+  /// thread's copies have landed.
+  __device__ __forceinline__ void realign() const {
+    if constexpr (kMayBeMisaligned) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         const uint32_t own = *in_tile(i);
         const uint32_t next = __shfl_down_sync(0xffffffffu, own, 1);
-        if (late(i) != 0) {
+        if (misaligned_bytes(i) != 0) {
           *in_tile(i) = __funnelshift_r(own, byte_ + kWord < Tile::kRowBytes ? next : 0u, 16);
         }
       }
@@ -92,8 +94,8 @@ class TileWords {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if constexpr (kLate) {
-          store_late(first + i, x[i]);
+        if constexpr (kMayBeMisaligned) {
+          store_misaligned(first + i, x[i]);
         } else if (existing(first + i) > 0) {
           *in_global(first + i) = x[i];
         }
@@ -104,14 +106,15 @@ class TileWords {
  private:
   static constexpr int kStep = kThreads / kWordsOfRow;  // rows from a thread's word to its next
 
-  /// By how many bytes row i of the thread lies late.
-  __device__ int late(int i) const {
-    return kLate ? static_cast<int>(reinterpret_cast<uintptr_t>(row_in_global(i)) & 2) : 0;
+  /// By how many bytes row i of the thread is misaligned: 0 or 2.
+  __device__ int misaligned_bytes(int i) const {
+    return kMayBeMisaligned ? static_cast<int>(reinterpret_cast<uintptr_t>(row_in_global(i)) & 2)
+                            : 0;
   }
   /// Bytes of the word that are the row's, or before it.
   __device__ int existing(int i) const {
-    const int left =
-        kLate ? min(max(bytes_ + late(i) - byte_, 0), kWord) : (byte_ < bytes_ ? kWord : 0);
+    const int left = kMayBeMisaligned ? min(max(bytes_ + misaligned_bytes(i) - byte_, 0), kWord)
+                                      : (byte_ < bytes_ ? kWord : 0);
     return row_ + i * kStep < limit_ ? left : 0;
   }
   __device__ Word* in_tile(int i) const {
@@ -121,20 +124,20 @@ class TileWords {
     return global_ + static_cast<int64_t>(i * kStep) * row_bytes_;
   }
   __device__ Word* in_global(int i) const {
-    return reinterpret_cast<Word*>(row_in_global(i) + byte_ - late(i));
+    return reinterpret_cast<Word*>(row_in_global(i) + byte_ - misaligned_bytes(i));
   }
 
   /// `own`: the thread's word of row i in the tile.
-  __device__ __forceinline__ void store_late(int i, uint32_t own) const {
+  __device__ __forceinline__ void store_misaligned(int i, uint32_t own) const {
     const uint32_t before = __shfl_up_sync(0xffffffffu, own, 1);
-    const uint32_t x = late(i) != 0 ? __funnelshift_l(before, own, 16) : own;
+    const uint32_t x = misaligned_bytes(i) != 0 ? __funnelshift_l(before, own, 16) : own;
     const int exist = existing(i);
     auto* const halves = reinterpret_cast<unsigned short*>(in_global(i));
-    if (exist == kWord && byte_ >= late(i)) {
+    if (exist == kWord && byte_ >= misaligned_bytes(i)) {
       *in_global(i) = x;
     } else if (exist == kWord) {  // the row begins with the second half
       halves[1] = static_cast<unsigned short>(x >> 16);
-    } else if (exist > 0 && byte_ >= late(i)) {
+    } else if (exist > 0 && byte_ >= misaligned_bytes(i)) {
       halves[0] = static_cast<unsigned short>(x);
     }
   }
@@ -191,8 +194,8 @@ __device__ __forceinline__ void add_up_gates(const ForwardBlock<Shape>& at) {
   }
 }
 
-/// What forgetting_attention_forward_kernel does with kPart keys of a tile, which both would share
-/// but for the order of its instructions. A warp without queries only takes part in the vote.
+/// The loop body of forgetting_attention_forward_kernel for kPart keys, kept apart because sharing
+/// it reorders that kernel's instructions. A warp without queries only takes part in the vote.
 template <class Shape>
 __device__ __forceinline__ void take_part(const ForwardBlock<Shape>& at,
                                           const ForwardWarp<Shape>& warp,
@@ -224,7 +227,7 @@ __device__ __forceinline__ void take_part(const ForwardBlock<Shape>& at,
 /// Rows of all tensors are aligned to `aligned` bytes, and multiples of as many long.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
-    short_forward_kernel(const __grid_constant__ TensorAttention w, int aligned) {
+    single_tile_forward_kernel(const __grid_constant__ TensorAttention w, int aligned) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   wait_for_kernels_before();
   const ForwardShared<Shape> shared(shared_bytes);
@@ -240,7 +243,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   add_up_gates(at);
   if (aligned < 4) {
     wait_for_copies<0>();
-    for_inputs<2>(at, [](const auto& words) { words.move(); });
+    for_inputs<2>(at, [](const auto& words) { words.realign(); });
   }
 
   OnlineSoftmax<Shape> softmax;
@@ -269,9 +272,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
 // ---- The launch ----
 
 template <class Data>
-cudaError_t AttentionShortForwardUnit<Data>::launch(TensorAttention work, cudaStream_t stream) {
-  using Shape = ShortForwardShape<Data>;
-  constexpr auto* kKernel = &short_forward_kernel<Shape>;
+cudaError_t AttentionSingleTileForwardUnit<Data>::launch(TensorAttention work,
+                                                         cudaStream_t stream) {
+  using Shape = SingleTileForwardShape<Data>;
+  constexpr auto* kKernel = &single_tile_forward_kernel<Shape>;
   const ForgettingAttentionParams& p = work.params.forward;
   TIDEGATE_RETURN_IF_CUDA_ERROR(allow_shared_bytes<kKernel>(Shape::kSharedBytes));
   work.tiles = time_tiles(p.layout, Shape::kRows);
