@@ -114,7 +114,8 @@ def lru_scan(
     if theta_log is None:
         h, final = _scan(gamma_log.exp() * wide, modulus.expand(x.shape), h0, reverse, cu_seqlens)
     else:
-        decay = torch.polar(modulus, theta_log.exp())
+        theta = theta_log.exp()
+        decay = modulus * torch.polar(torch.ones_like(theta), theta)
         entering = gamma_log.exp() * _as_complex(wide)
         initial = None if h0 is None else _as_complex(h0)
         h, final = _scan(entering, decay.expand(entering.shape), initial, reverse, cu_seqlens)

@@ -227,7 +227,7 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
   std::optional<ops::Recomputing> recomputing;
   if (recompute == "norms" && torch::GradMode::is_enabled()) recomputing.emplace();
   const bool again = recompute == "blocks" && torch::GradMode::is_enabled();
-  if (residual_dtype) x = x.to(*residual_dtype);
+  if (residual_dtype && nn::is_autocast(x)) x = x.to(*residual_dtype);
   Tensor added, residual = at::dropout(x, config.dropout, blocks->is_training());
   ModelState states(blocks->size());
   const auto bounds = gammas();

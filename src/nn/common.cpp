@@ -39,10 +39,6 @@ Placement placement_of(const torch::Tensor& tensor) {
   return {tensor.device(), tensor.scalar_type()};
 }
 
-bool is_autocast(const torch::Tensor& x) {
-  return (x.is_cpu() || x.is_cuda()) && at::autocast::is_autocast_enabled(x.device().type());
-}
-
 /// Whether an op that makes rows like x and multiplies them by a linear layer's weight does what
 /// the two apart would, but for what is kept between them for the backward pass.
 bool can_project(const torch::nn::Linear& linear, const torch::Tensor& x) {
@@ -173,17 +169,29 @@ void refuse_gamma(const char* owner, const std::optional<torch::Tensor>& gamma, 
   TORCH_CHECK_VALUE(!normalized(gamma), owner, ": gamma: expected None", why, "; got a tensor");
 }
 
-void check_gamma_width(const char* owner, const std::optional<torch::Tensor>& gamma,
-                       const char* axis, int64_t size) {
+bool is_autocast(const torch::Tensor& x) {
+  return (x.is_cpu() || x.is_cuda()) && at::autocast::is_autocast_enabled(x.device().type());
+}
+
+void check_lower_bound(const char* owner, const std::optional<torch::Tensor>& gamma,
+                       const char* axis, int64_t size, const torch::Tensor& weight) {
   if (!normalized(gamma)) return;
   TORCH_CHECK_VALUE(gamma->dim() == 1 && gamma->size(0) == size, owner, ": gamma: expected [", axis,
                     "=", size, "]; got ", shape_text(*gamma));
+  const torch::ScalarType own = weight.scalar_type(), given = gamma->scalar_type();
+  if (given == torch::kFloat || given == own) return;
+  const bool is_wide = own == torch::kDouble || given == torch::kDouble;
+  TORCH_CHECK_VALUE(gamma->is_floating_point() && !is_wide && is_autocast(*gamma), owner,
+                    ": gamma: expected float32", own == torch::kFloat ? "" : " or ",
+                    own == torch::kFloat ? "" : ops::dtype_name(own), "; got ",
+                    ops::dtype_name(given));
 }
 
 void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
-                          bool lower_bound, const char* axis, int64_t size) {
+                          bool lower_bound, const char* axis, int64_t size,
+                          const torch::Tensor& weight) {
   if (!lower_bound) refuse_gamma(owner, gamma, " with lower_bound=False");
-  check_gamma_width(owner, gamma, axis, size);
+  check_lower_bound(owner, gamma, axis, size, weight);
 }
 
 std::optional<torch::Tensor> optional(const torch::Tensor& tensor) {

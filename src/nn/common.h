@@ -36,14 +36,19 @@ void refuse_gradients(const std::string& owner, const torch::nn::Module& module,
 /// Throws c10::ValueError where a lower bound is given to a mixer that takes none.
 void refuse_gamma(const char* owner, const std::optional<torch::Tensor>& gamma, const char* why);
 
-/// Throws c10::ValueError unless gamma, where it is given, is `[size]`, called `axis`.
-void check_gamma_width(const char* owner, const std::optional<torch::Tensor>& gamma,
-                       const char* axis, int64_t size);
+/// Throws c10::ValueError unless gamma, where it is given, is `[size]`, called `axis`, and float32
+/// or of the dtype of `weight`; under autocast, which casts all but fp64, of any 16-bit type.
+void check_lower_bound(const char* owner, const std::optional<torch::Tensor>& gamma,
+                       const char* axis, int64_t size, const torch::Tensor& weight);
 
 /// Throws c10::ValueError unless gamma fits a mixer that takes one by its option `lower_bound`:
-/// with it as check_gamma_width() does, without it where one is given.
+/// with it as check_lower_bound() does, without it where one is given.
 void check_optional_gamma(const char* owner, const std::optional<torch::Tensor>& gamma,
-                          bool lower_bound, const char* axis, int64_t size);
+                          bool lower_bound, const char* axis, int64_t size,
+                          const torch::Tensor& weight);
+
+/// Whether autocast is on for the device of x.
+bool is_autocast(const torch::Tensor& x);
 
 /// An undefined tensor stands for "none" in LibTorch as much as an empty optional does.
 std::optional<torch::Tensor> normalized(const std::optional<torch::Tensor>& tensor);

@@ -101,7 +101,8 @@ Tensor ForgettingAttentionImpl::gate_logits(const Tensor& x) const {
 }
 
 void ForgettingAttentionImpl::check_gamma(const OptionalTensor& gamma) const {
-  check_optional_gamma(kOwner, gamma, options.lower_bound(), "num_heads", switches_.num_heads);
+  check_optional_gamma(kOwner, gamma, options.lower_bound(), "num_heads", switches_.num_heads,
+                       in_proj->weight);
 }
 
 Tensor ForgettingAttentionImpl::training_log_gate(const Tensor& x,

@@ -162,7 +162,9 @@ Tensor GatedLinearAttentionImpl::step(const Tensor& x, const MixerState& state,
   Tensor o = gated_linear_attention_step(in.q, in.k, in.v, in.log_f, state[0], scale());
   if (options.normalize()) {
     const auto [keys, decay] = key_scan(in);
-    const Tensor sums = linear_scan_step(keys, decay, state[1].view({state[1].size(0), -1}));
+    const Tensor flat = state[1].flatten(1);
+    const Tensor sums = linear_scan_step(keys, decay, flat);
+    if (!state[1].is_contiguous()) state[1].copy_(flat.view_as(state[1]));  // flat may be a copy
     o = normalized_by(o, in.q, sums);
   }
   return output(o, in.g);
@@ -170,7 +172,7 @@ Tensor GatedLinearAttentionImpl::step(const Tensor& x, const MixerState& state,
 
 void GatedLinearAttentionImpl::check_gamma(const OptionalTensor& gamma) const {
   check_optional_gamma(kName, gamma, options.lower_bound(), is_vector() ? "key_dim" : "num_heads",
-                       gamma_size());
+                       gamma_size(), out_proj->weight);
 }
 
 void GatedLinearAttentionImpl::check_state(const MixerState& state, const Tensor& x,

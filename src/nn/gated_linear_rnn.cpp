@@ -49,7 +49,8 @@ Tensor GatedLinearRNNImpl::step_checked(const Tensor& x, const Tensor& state,
 }
 
 void GatedLinearRNNImpl::check_gamma(const OptionalTensor& gamma) const {
-  check_optional_gamma("GatedLinearRNN", gamma, options.lower_bound(), "dim", options.dim());
+  check_optional_gamma("GatedLinearRNN", gamma, options.lower_bound(), "dim", options.dim(),
+                       in_proj->weight);
 }
 
 void GatedLinearRNNImpl::pretty_print(std::ostream& stream) const {

@@ -54,7 +54,8 @@ Tensor GatedRNNImpl::step_checked(const Tensor& x, const Tensor& state,
 }
 
 void GatedRNNImpl::check_gamma(const OptionalTensor& gamma) const {
-  check_optional_gamma("GatedRNN", gamma, options.lower_bound(), "dim", options.dim());
+  check_optional_gamma("GatedRNN", gamma, options.lower_bound(), "dim", options.dim(),
+                       in_proj->weight);
 }
 
 void GatedRNNImpl::pretty_print(std::ostream& stream) const {

@@ -233,7 +233,7 @@ void HGRUImpl::check_gamma(const OptionalTensor& gamma) const {
                     "HGRU: gamma: expected the lower bound, which is the whole forget gate with "
                     "forget_gate='bound'; got None");
   if (!takes_gamma()) refuse_gamma("HGRU", gamma, " with forget_gate='none'");
-  check_gamma_width("HGRU", gamma, "expand*dim", channels());
+  check_lower_bound("HGRU", gamma, "expand*dim", channels(), out_proj->weight);
 }
 
 // All projections by one matrix product.

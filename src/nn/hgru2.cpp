@@ -178,7 +178,7 @@ Tensor HGRU2Impl::advance(const Tensor& projected, const Tensor& state,
 }
 
 void HGRU2Impl::check_gamma(const OptionalTensor& gamma) const {
-  check_gamma_width("HGRU2", gamma, "dim", options.dim());
+  check_lower_bound("HGRU2", gamma, "dim", options.dim(), out_proj->weight);
 }
 
 // The lower bound a head and channel [H, K].

@@ -159,7 +159,8 @@ Tensor LinearRecurrentUnit<Derived, Options>::step_checked(const Tensor& x, cons
 template <typename Derived, typename Options>
 void LinearRecurrentUnit<Derived, Options>::check_gamma(const OptionalTensor& gamma) const {
   if constexpr (kIsComplex) {
-    check_optional_gamma(owner(), gamma, options.lower_bound(), "state", *options.state());
+    check_optional_gamma(owner(), gamma, options.lower_bound(), "state", *options.state(),
+                         out_proj->weight);
   } else {
     refuse_gamma(owner(), gamma, ", since its decay has no lower bound");
   }
@@ -176,7 +177,9 @@ std::tuple<Tensor, Tensor> LinearRecurrentUnit<Derived, Options>::gated(const Te
   if (has_noise && options.gumbel_gate()) logits = gumbel_gate(logits, *options.gumbel_gate());
   const Tensor modulus = bounded_decay(-nu_log.exp() * at::sigmoid(logits), gamma);
   const Tensor u = to_complex(widen(apply_linear(in_proj, x)));
-  return {gamma_log.exp() * u, at::polar(modulus, theta_log.exp().expand_as(modulus))};
+  // polar() of the modulus would divide by |lambda| for its gradient, which may be subnormal.
+  const Tensor theta = theta_log.exp();
+  return {gamma_log.exp() * u, modulus * at::polar(at::ones_like(theta), theta)};
 }
 
 template <typename Derived, typename Options>

@@ -130,9 +130,12 @@ c10::SymInt check_gated_rnn(const Reference& data, const Op& op) {
 
 // ---- forward ----
 
+/// Both ops are gated_rnn to those who call them, whether a gradient is recorded or not.
+constexpr const char* kForwardName = kOpName<GatedRnn>;
+
 template <class Op>
 GatedRnnResults gated_rnn_meta(const Op& op) {
-  const Reference data{kOpName<Op>, "x", op.x};
+  const Reference data{kForwardName, "x", op.x};
   const c10::SymInt sequences = check_gated_rnn(data, op);
   const auto sizes = op.x.sym_sizes();
   check_gate(data, "z", op.z);
@@ -147,8 +150,8 @@ GatedRnnResults gated_rnn_meta(const Op& op) {
 template <class Op>
 GatedRnnResults gated_rnn_kernel(const Op& op) {
   GatedRnnResults results = gated_rnn_meta(op);
-  check_gated_rnn_values({kOpName<Op>, "x", op.x}, op.cu_seqlens, op.gamma);
-  run_gated_rnn(kOpName<Op>, op.z, op.x, GatedRnnInputs(op, op.x.scalar_type()), results);
+  check_gated_rnn_values({kForwardName, "x", op.x}, op.cu_seqlens, op.gamma);
+  run_gated_rnn(kForwardName, op.z, op.x, GatedRnnInputs(op, op.x.scalar_type()), results);
   return results;
 }
 

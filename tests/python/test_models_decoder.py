@@ -331,6 +331,19 @@ def test_many_slots_have_no_less_room_for_a_sequence():
     assert found[0] == found[1]
 
 
+def test_samples_share_stops_that_can_be_read_once():
+    model = make("hgrn2")
+    (prompt,) = prompts(7)
+    found = []
+    for of in (list, iter):
+        decoder = Decoder(model, 3, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+        stops = {"stop_ids": of(range(8)), "stop_strings": of(["<9>", "<11>"])}
+        decoder.add_samples(prompt, 3, seed=1, temperature=3.0, max_new_tokens=60, **stops)
+        found.append(tokens_of(decoder, 60))
+    assert found[0] == found[1]
+    assert all(len(tokens) < 60 for tokens in found[0].values())
+
+
 def test_samples_are_all_or_none(monkeypatch):
     decoder = Decoder(make("hgrn2"), 3)
     fork, forked = decoder.fork, []
@@ -545,6 +558,10 @@ def test_a_step_is_a_token_a_slot(device):
         ),
         (lambda d, p: d.add(p, stop_ids=range(9)), "stop_ids: expected at most 8, .*; got 9"),
         (lambda d, p: d.add(p, stop_strings=["x"]), "stop_strings: expected a Decoder with decode"),
+        (lambda d, p: d.add(3), "Decoder.add: prompt: expected ids, a tensor or a list; got 3"),
+        (lambda d, p: d.add([1, "x"]), "Decoder.add: prompt: expected an integer; got 'x'"),
+        (lambda d, p: d.add([10**30]), "Decoder.add: prompt: expected an integer of 64 bits"),
+        (lambda d, p: d.add_all(None), "Decoder.add_all: prompts: expected a list; got None"),
         (lambda d, p: d.add(p, best=1), "Decoder.add: unknown option 'best'"),
         (lambda d, p: d.add_all([p] * 3), "expected 3 free of the 2 slots; got 2: remove"),
         (lambda d, p: [d.add(p) for _ in range(3)], "expected 1 free of the 2 slots; got 0"),
@@ -575,6 +592,9 @@ def test_bad_calls(call, message):
     [
         ({"max_batch": 0}, "Decoder: max_batch: expected an integer >= 1; got 0"),
         ({"capacity": 0}, "Decoder: capacity: expected an integer >= 1; got 0"),
+        ({"invariant": "yes"}, "Decoder: invariant: expected True or False; got 'yes'"),
+        ({"log_probs": 1}, "Decoder: log_probs: expected True or False; got 1"),
+        ({"decode": 3}, "Decoder: decode: expected a function or None; got 3"),
         ({"prompt_chunk": 0}, "Decoder: prompt_chunk: expected an integer >= 1; got 0"),
         (
             {"max_batch": 1000, "capacity": 10**10},

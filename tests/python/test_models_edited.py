@@ -102,6 +102,8 @@ def test_text_is_no_list_of_stop_strings():
             decoder.add([1], **{name: "END"})
     with pytest.raises(ValueError, match="stop_strings: expected strings that are not empty"):
         decoder.add([1], stop_strings=[3])
+    with pytest.raises(ValueError, match="stop_strings: expected text that UTF-8 can write"):
+        decoder.add([1], stop_strings=["\ud800"])
     assert decoder.taken == 0
 
 

@@ -15,6 +15,7 @@ from support.mixer_checks import (
 )
 from torch import Tensor
 
+from tidegate import reference
 from tidegate.nn import LRU, SLRU
 
 DIM = 6
@@ -194,6 +195,22 @@ def test_sizes_of_the_presets():
 @pytest.mark.parametrize("mixer", ["lru", "slru"])
 def test_models_by_name(mixer):
     assert check_models(mixer).lower_bounds is None
+
+
+def test_gradients_where_a_modulus_is_subnormal():
+    """They divided by it. Widths of one take torch's scalar loops, which do not flush to zero."""
+    torch.manual_seed(0)
+    for _ in range(50):
+        mixer = LRU(1, gate="data")
+        with torch.no_grad():
+            mixer.nu_log.fill_(5.2)
+        mixer(torch.randn(1, 6, 1))[0].sum().backward()
+        assert all(p.grad.isfinite().all() for p in mixer.parameters())
+    nu_log = torch.linspace(6.6, 6.62, 21, dtype=torch.float64, requires_grad=True)
+    ones = torch.ones(21, dtype=torch.float64)
+    h, _ = reference.lru_scan(torch.ones(1, 3, 42, dtype=torch.float64), nu_log, ones, ones)
+    (gradient,) = torch.autograd.grad(h.sum(), nu_log)
+    assert (gradient.abs() < 1e-300).all()
 
 
 @pytest.mark.parametrize("cls", [LRU, SLRU])

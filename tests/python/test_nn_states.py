@@ -124,6 +124,22 @@ def test_states_of_modules_in_other_dtypes_fit(which, dtype):
             mixer.step(x[:, 0], state)
 
 
+@by_mixer
+def test_steps_take_states_of_any_strides_and_no_sequences(which):
+    for mixer in make(which):
+        mixer.requires_grad_(False)
+        plain, strided = (mixer.init_state(3, capacity=9) for _ in range(2))
+        for place, part in enumerate(parts_of(strided)):
+            if part.is_floating_point():
+                other = part.movedim(0, -1).contiguous().movedim(-1, 0)
+                strided = with_part(strided, place, other)
+        for x in torch.randn(3, 3, DIM):
+            torch.testing.assert_close(mixer.step(x, strided), mixer.step(x, plain))
+        for part, other in zip(parts_of(plain), parts_of(strided), strict=True):
+            torch.testing.assert_close(part, other)
+        assert mixer.step(torch.randn(0, DIM), mixer.init_state(0, capacity=9)).shape == (0, DIM)
+
+
 def test_an_absent_state_is_refused():
     for which in ("HGRU", "HGRU2", "LRU", "RWKV4", "GatedRNN", "GatedLinearRNN"):
         mixer = make(which)[0]

@@ -3,6 +3,7 @@ expected and what was given."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -493,6 +494,21 @@ def test_steps_with_heads() -> None:
         raises(ops.hgrn2_step, "hgrn2_step", *parts, **(good | changes))
     with pytest.raises(RuntimeError, match="hgrn2_step: state must be a tensor"):
         ops.hgrn2_step(good["q"], good["f"], good["v"])
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_gated_rnn_is_called_so_whether_a_gradient_is_recorded_or_not(needs_gradient) -> None:
+    """Where one is, another op runs, whose name no caller knows."""
+    z, w = torch.zeros(1, 3, 4, requires_grad=needs_gradient), torch.zeros(4, 4)
+    for call, said in (
+        (lambda: ops.gated_rnn(z, z, w[:, :3]), "w_zh must have shape"),
+        (lambda: ops.gated_rnn(z, z, w, torch.zeros(2, 4)), "h0 must have shape"),
+        (lambda: ops.gated_rnn(z, z, w, gamma=torch.zeros(3)), "gamma must have shape"),
+        (lambda: ops.gated_rnn(z.double(), z, w), "z must be"),
+    ):
+        for mode in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+            with mode, pytest.raises(RuntimeError, match=rf"^gated_rnn: {said}"):
+                call()
 
 
 def test_a_failed_step_leaves_the_state_alone() -> None:

@@ -42,6 +42,40 @@ def offsets_misuses() -> dict[str, Callable[[Any], Any]]:
     return found | {"batch": lambda m: m(x.view(2, 3, 4), cu_seqlens=torch.tensor([0, 3]))}
 
 
+TAKES_GAMMA = {
+    "HGRU": ("HGRU", {}),
+    "HGRU composed": ("HGRU", {"input_gate": "free"}),
+    "HGRU composed, complex": ("HGRU", {"theta": "data"}),
+    "HGRU2": ("HGRU2", {"num_heads": 1}),
+    "GLA": ("GatedLinearAttention", {"num_heads": 2, "gate": "scalar", "lower_bound": True}),
+    "ForgettingAttention": ("ForgettingAttention", {"num_heads": 4, "lower_bound": True}),
+    "LRU": ("LRU", {"gate": "data", "lower_bound": True}),
+    "GatedLinearRNN": ("GatedLinearRNN", {"lower_bound": True}),
+    "GatedRNN": ("GatedRNN", {"lower_bound": True}),
+}
+
+
+@pytest.mark.parametrize("which", TAKES_GAMMA)
+def test_a_gamma_is_float32_or_of_the_modules_dtype(which):
+    name, options = TAKES_GAMMA[which]
+    x = torch.zeros(2, 3, 4)
+    mixers = [getattr(tidegate.nn, name)(4, **options), getattr(cpp, name)(4, **options)]
+    gamma = torch.zeros(mixers[0].gamma_size)
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        wanted = f"{name}: gamma: expected float32; got {str(dtype).removeprefix('torch.')}"
+        for mixer in mixers:
+            with pytest.raises(ValueError, match=f"^{wanted}(\n|$)"):
+                mixer(x, gamma=gamma.to(dtype))
+    for mixer in mixers:
+        with torch.autocast("cpu", torch.bfloat16):
+            mixer(x, gamma=gamma.bfloat16())
+        mixer.double()
+        for dtype in (torch.float32, torch.float64):
+            mixer(x.double(), gamma=gamma.to(dtype))
+        with pytest.raises(ValueError, match="gamma: expected float32 or float64; got bfloat16"):
+            mixer(x.double(), gamma=gamma.bfloat16())
+
+
 def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
     x = torch.zeros(2, 3, 4)
     hgru = {

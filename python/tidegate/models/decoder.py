@@ -52,8 +52,10 @@ class _StopStrings:
     """Looks for strings in the text of the tokens that arrive, where a string may begin in one
     token and end in another."""
 
-    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str | bytes]) -> None:
-        self._strings = [s.encode() for s in strings]
+    def __init__(
+        self, strings: Sequence[bytes], decode: Callable[[list[int]], str | bytes]
+    ) -> None:
+        self._strings = strings
         self._decode = decode
         # Every token adds a byte or more, but for a few at most.
         self._most = max(map(len, self._strings)) + 8
@@ -111,6 +113,11 @@ class Decoder:
                 f"and adapters, on the CPU or a GPU; got a {type(model).__name__} that is not"
             )
         self.model = model
+        for name, value in (("log_probs", log_probs), ("invariant", invariant)):
+            if not isinstance(value, bool):
+                raise ValueError(f"Decoder: {name}: expected True or False; got {value!r}")
+        if decode is not None and not callable(decode):
+            raise ValueError(f"Decoder: decode: expected a function or None; got {decode!r}")
         max_batch = whole("Decoder", "max_batch", max_batch)
         capacity = whole("Decoder", "capacity", capacity)
         max_stop_ids = whole("Decoder", "max_stop_ids", max_stop_ids, 0)
@@ -146,6 +153,8 @@ class Decoder:
 
     def add_all(self, prompts: Sequence[Prompt], **options: Any) -> list[int]:
         """Several prompts, read together, end to end: their slots. options: as in add()."""
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise ValueError(f"Decoder.add_all: prompts: expected a list; got {prompts!r}")
         asked = _Options(self, "Decoder.add", options)
         ids = [_ids("Decoder.add", prompt) for prompt in prompts]
         lists = [asked.lists() for _ in ids]
@@ -158,6 +167,8 @@ class Decoder:
         """So many sequences of one prompt, which is read once: the state is copied on the device.
         Each draws its own tokens. options: as in add()."""
         samples = whole("Decoder.add_samples", "samples", samples, 1)
+        for name in ("stop_ids", "stop_strings"):  # each sample reads them
+            options[name] = _list("Decoder.add_samples", name, options)
         free = self.max_batch - self.taken
         if samples > free:
             raise ValueError(
@@ -273,6 +284,12 @@ class _Options:
             )
         if not all(isinstance(string, str) and string for string in self._stop_strings):
             raise ValueError(f"{owner}: stop_strings: expected strings that are not empty")
+        try:
+            self._stop_bytes = [string.encode() for string in self._stop_strings]
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{owner}: stop_strings: expected text that UTF-8 can write; got {error.object!r}"
+            ) from None
 
     def lists(self) -> tuple[list[float], list[int]]:
         """The options of one sequence as the library's class takes them."""
@@ -286,7 +303,7 @@ class _Options:
     def watch(self, slot: int) -> None:
         """The sequence in `slot` ends with one of the stop strings."""
         if self._stop_strings:
-            self._decoder._stops[slot] = _StopStrings(self._stop_strings, self._decoder._decode)
+            self._decoder._stops[slot] = _StopStrings(self._stop_bytes, self._decoder._decode)
 
 
 def _list(owner: str, name: str, options: dict[str, Any]) -> list[Any]:
@@ -306,7 +323,7 @@ def _ids(owner: str, prompt: Prompt) -> Tensor:
     """A prompt as a tensor."""
     if isinstance(prompt, Tensor):
         return prompt
-    if isinstance(prompt, (str, bytes)) or not all(isinstance(i, int) for i in prompt):
+    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable):
         given = " ".join(repr(prompt).split())[:80]
         raise ValueError(f"{owner}: prompt: expected ids, a tensor or a list; got {given}")
-    return torch.tensor(list(prompt), dtype=torch.int64)
+    return torch.tensor([whole(owner, "prompt", i) for i in prompt], dtype=torch.int64)

@@ -58,6 +58,11 @@ def check_positive(owner: str, option: str, value: object) -> None:
         raise ValueError(f"{owner}: {option}: expected a positive integer; got {value!r}")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What errors call it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def is_number(value: object) -> bool:
     """Whether it is a number: True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -90,7 +95,7 @@ def check_mixer_input(
         return
     wide = torch.float64 in (x.dtype, weight.dtype) or not x.is_floating_point()
     if wide or not torch.is_autocast_enabled(x.device.type):
-        wanted, given = (str(t.dtype).removeprefix("torch.") for t in (weight, x))
+        wanted, given = dtype_name(weight.dtype), dtype_name(x.dtype)
         raise ValueError(f"{owner}: x: expected {wanted}, as the module's weights; got {given}")
 
 
@@ -100,13 +105,22 @@ def refuse_gamma(owner: str, gamma: Tensor | None, why: str = "") -> None:
         raise ValueError(f"{owner}: gamma: expected None{why}; got a tensor")
 
 
-def check_gamma_width(owner: str, gamma: Tensor | None, axis: str, size: int) -> None:
-    """Raises ValueError unless gamma, where it is given, is ``[size]``, called `axis`."""
-    if gamma is not None and not isinstance(gamma, Tensor):
+def check_gamma(owner: str, gamma: Tensor | None, axis: str, size: int, weight: Tensor) -> None:
+    """Raises ValueError unless gamma, where it is given, is ``[size]``, called `axis`, and float32
+    or of the dtype of `weight`; under autocast, which casts all but fp64, of any 16-bit type."""
+    if gamma is None:
+        return
+    if not isinstance(gamma, Tensor):
         kind = type(gamma).__name__
         raise ValueError(f"{owner}: gamma: expected a tensor [{axis}={size}]; got a {kind}")
-    if gamma is not None and (gamma.dim() != 1 or gamma.size(0) != size):
+    if gamma.dim() != 1 or gamma.size(0) != size:
         raise ValueError(f"{owner}: gamma: expected [{axis}={size}]; got {tuple(gamma.shape)}")
+    if gamma.dtype in (torch.float32, weight.dtype):
+        return
+    wide = torch.float64 in (gamma.dtype, weight.dtype) or not gamma.is_floating_point()
+    if wide or not torch.is_autocast_enabled(gamma.device.type):
+        own = "" if weight.dtype == torch.float32 else f" or {dtype_name(weight.dtype)}"
+        raise ValueError(f"{owner}: gamma: expected float32{own}; got {dtype_name(gamma.dtype)}")
 
 
 class Linear(nn.Linear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._common import check_gamma_width, refuse_gamma
+from ._common import check_gamma, refuse_gamma
 
 
 class OptionalLowerBound:
@@ -32,4 +32,4 @@ class OptionalLowerBound:
     def _check_gamma(self, gamma: Tensor | None) -> None:
         if not self.lower_bound:
             refuse_gamma(self._owner, gamma, " with lower_bound=False")
-        check_gamma_width(self._owner, gamma, self._gamma_axis, self.gamma_size)
+        check_gamma(self._owner, gamma, self._gamma_axis, self.gamma_size, self.in_proj.weight)

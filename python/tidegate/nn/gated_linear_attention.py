@@ -284,7 +284,10 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         q, k, v, log_f = self._operands(parts, x, gamma)
         o = ops.gated_linear_attention_step(q, k, v, log_f, s, scale=self.scale)
         if z is not None:
-            sums = ops.linear_scan_step(*self._key_scan(k, log_f), z.view(z.size(0), -1))
+            flat = z.flatten(1)
+            sums = ops.linear_scan_step(*self._key_scan(k, log_f), flat)
+            if not z.is_contiguous():  # flat may be a copy
+                z.copy_(flat.view_as(z))
             o = self._normalized(o, q, sums)
         return self._output(o, parts)
 

@@ -16,7 +16,7 @@ from ._common import (
     KeepsFloat32,
     bounded_gate,
     check_choice,
-    check_gamma_width,
+    check_gamma,
     check_positive,
     check_switches,
     make_linear,
@@ -365,7 +365,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
             )
         if not self.takes_gamma:
             refuse_gamma("HGRU", gamma, " with forget_gate='none'")
-        check_gamma_width("HGRU", gamma, "expand*dim", self.channels)
+        check_gamma("HGRU", gamma, "expand*dim", self.channels, self._own_weight())
 
     def _project(self, x: Tensor) -> dict[str, Tensor]:
         """All projections by one matrix product; views of it by name."""

@@ -16,7 +16,7 @@ from ._common import (
     NORMS,
     bounded_gate,
     check_choice,
-    check_gamma_width,
+    check_gamma,
     check_positive,
     check_switches,
     make_linear,
@@ -281,7 +281,7 @@ class HGRU2(TensorStateMixer):
         return head_mixing(activated(q, self.q_activation), k, decay.log(), self.scale)
 
     def _check_gamma(self, gamma: Tensor | None) -> None:
-        check_gamma_width("HGRU2", gamma, "dim", self.dim)
+        check_gamma("HGRU2", gamma, "dim", self.dim, self._own_weight())
 
     def _split_gamma(self, gamma: Tensor | None) -> Tensor | None:
         """The lower bound a head and channel ``[H, K]``."""

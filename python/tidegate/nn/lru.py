@@ -286,8 +286,9 @@ class LRU(OptionalLowerBound, _LinearRecurrentUnit):
         """What enters the state, and lambda_t, complex; gumbel: tau of the gate's noise."""
         modulus = self._modulus(x, gamma, gumbel)
         u = _to_complex(widen(self.in_proj(x)))
-        decay = torch.polar(modulus, self.theta_log.exp().expand_as(modulus))
-        return self.gamma_log.exp() * u, decay
+        # polar() of the modulus would divide by |lambda| for its gradient, which may be subnormal.
+        theta = self.theta_log.exp()
+        return self.gamma_log.exp() * u, modulus * torch.polar(torch.ones_like(theta), theta)
 
     def extra_repr(self) -> str:
         return (
