@@ -116,7 +116,7 @@ class Model(nn.Module):
     time. `recompute`: what is not kept for the backward pass but computed again in it: "none";
     "norms", the results of norms and the products of GLUs; "blocks", all that blocks compute but
     their inputs (docs/training_memory.md has the bytes). `residual_dtype`: that of the
-    residual stream inside autocast; None is that of the embedding.
+    residual stream inside autocast; None, and outside of it, is that of the embedding.
     """
 
     residual_dtype: torch.dtype | None = None
@@ -214,7 +214,9 @@ class Model(nn.Module):
                 f"{type(self).__name__}: state: expected one state for each of the "
                 f"{len(self.blocks)} layers; got {len(state)}"
             )
-        x = self.dropout(x if self.residual_dtype is None else x.to(self.residual_dtype))
+        if self.residual_dtype is not None and _is_autocast(x):
+            x = x.to(self.residual_dtype)
+        x = self.dropout(x)
         recompute = self.recompute if torch.is_grad_enabled() else "none"
         # Sums go to the norm of the next block, unless blocks are compiled one by one: of the first
         # there is nothing to add, for which it would have a graph of its own. Where a block's input
@@ -331,6 +333,10 @@ def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str)
                 "full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint."
                 f"state_dict, then, on rank 0, {then}"
             )
+
+
+def _is_autocast(x: Tensor) -> bool:
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
 def draws(module: nn.Module) -> bool:
