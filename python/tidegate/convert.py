@@ -60,7 +60,8 @@ def convert(
 
     to: a format; None: "tidegate", or, from ours, the one that the checkpoint came from. given: the
     format of the source; None: what its config.json says. Other files of the folder, such as a
-    tokenizer, come along. shard_bytes: the most that one file of weights holds.
+    tokenizer, come along. shard_bytes: the most that one file of weights holds; not of "tidegate",
+    which has one.
 
     Raises ValueError, naming all tensors that are missing or have no place, or the option that the
     other format cannot say; FileNotFoundError; FileExistsError where `out` holds anything. Then
@@ -74,6 +75,11 @@ def convert(
     checkpoint = read(source, config, given)
     if to is None:
         to = checkpoint.source.get("format", "hf") if given in ("tidegate", "hf") else "tidegate"
+    if to == "tidegate" and shard_bytes is not None:
+        raise ValueError(
+            f"shard-gb: expected with {', '.join(FORMATS[1:])} only, got it with tidegate, whose "
+            "weights are one file"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -284,7 +290,7 @@ def run(options: argparse.Namespace) -> int:
     if size is not None:
         if not 0 < size < math.inf:
             raise UserError(f"convert: shard-gb: expected more than 0, got {size:g}")
-        size = int(size * 1e9)
+        size = max(int(size * 1e9), 1)
     try:
         print(
             convert(
