@@ -22,7 +22,14 @@ from ..models.block import CONFIG_FILE as MODEL_CONFIG
 from ..models.block import WEIGHTS_FILE as MODEL_WEIGHTS
 from ..nn._common import is_number
 from .checkpoint import CONFIG_FILE, LOSS_PLOT, Choice, RunFolder
-from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_run
+from .config import (
+    INITIAL_WEIGHTS,
+    MAY_CHANGE,
+    TrainConfig,
+    current_names,
+    differences,
+    read_run,
+)
 from .data import Corpus, vocabulary_fits
 from .distributed import Group, is_launched, join
 from .errors import UserError
@@ -275,6 +282,7 @@ def _prepare(group: Group, folder: RunFolder, scratch: Path, asked: _Asked) -> _
         fields["mixer_options"] = options
     model_config = _model_config({**(start or {}), **fields}, corpus)
     _refuse_other(folder, recorded, config, model_config, corpus)
+    vocabulary_fits(corpus, model_config.vocab_size)  # else of another run's text, which is said
     choice = folder.choose() if folder.has_checkpoint else None
     return _Ready(recorded, config, model_config, choice, corpus, corpus.fingerprint, initial)
 
@@ -417,11 +425,9 @@ def _model_config(values: dict[str, Any], corpus: Source) -> LMConfig:
     if corpus.num_classes is not None:
         values.setdefault("num_classes", corpus.num_classes)
     try:
-        config = LMConfig.from_dict(values)
+        return LMConfig.from_dict(values)
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
-    vocabulary_fits(corpus, config.vocab_size)
-    return config
 
 
 def _refuse_other(
