@@ -33,6 +33,7 @@ from .config import (
 from .data import Corpus, vocabulary_fits
 from .distributed import Group, is_launched, join
 from .errors import UserError
+from .exported import is_beside, write_model
 from .initial import Initial, open_initial
 from .recipe import recipe_named
 from .runtime import (
@@ -479,20 +480,26 @@ def _build(folder: RunFolder, ready: _Ready, group: Group) -> Run:
         folder.cut_metrics(0)
         folder.previous.unlink(missing_ok=True)  # of a run whose last one somebody deleted
     if group.leads:
-        _write_config(folder, trainer, model_config)
+        _write_config(folder, trainer, ready)
     begins_anew = ready.recorded is not None and ready.choice is None
     resumed = ready.choice is not None
     return Run(folder, model_config, config, corpus, trainer, resumed, begins_anew)
 
 
-def _write_config(folder: RunFolder, trainer: Trainer, model_config: LMConfig) -> None:
+def _write_config(folder: RunFolder, trainer: Trainer, ready: _Ready) -> None:
     """config.json, and the tokenizer beside it."""
     corpus = trainer.corpus
+    begun: dict[str, Any] = {}
+    if ready.initial is not None:
+        begun = {INITIAL_WEIGHTS: ready.initial.weights_checksum()}
+    elif ready.choice is not None and INITIAL_WEIGHTS in ready.recorded:
+        begun = {INITIAL_WEIGHTS: ready.recorded[INITIAL_WEIGHTS]}
     if trainer.progress() < 1.0:  # of a finished run it says what was done, not what is asked for
         folder.write_config(
             {
-                "model": model_config.to_dict(),
+                "model": ready.model_config.to_dict(),
                 "train": trainer.config.to_dict(),
+                **begun,
                 "data": corpus.describe(),
                 "parameters": sum(p.numel() for p in trainer.model.parameters()),
                 "machine": {

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ..models import CausalLM, LMConfig, SequenceClassifier
-from ..models._files import write_atomically
+from ..models.block import holds_run
 from .checkpoint import CHECKPOINT_FILE, RunFolder
 from .checkpoint_content import weights_problem
-from .config import TrainConfig, read_run
+from .config import INITIAL_WEIGHTS, TrainConfig, read_run
 from .errors import UserError
+from .exported import write_model
 from .initial import open_initial
 from .runtime import EXACT, resolve_device, resolve_precision, set_products
 from .tasks import TASKS
@@ -49,7 +50,13 @@ def initial_model(values: dict[str, Any], kind: type[torch.nn.Module]) -> torch.
         torch.manual_seed(values["train"]["seed"])
         model = kind(LMConfig.from_dict(values["model"]))
     if values["train"].get("init_from"):
-        open_initial(values["train"]["init_from"]).load_into(model)
+        initial = open_initial(values["train"]["init_from"])
+        noted = values.get(INITIAL_WEIGHTS)
+        if noted is not None and initial.weights_checksum() != noted:
+            raise UserError(
+                f"init-from: {initial.name} holds other weights than the run began with"
+            )
+        initial.load_into(model)
     return model
 
 
