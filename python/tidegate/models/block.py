@@ -34,7 +34,7 @@ from .registry import make_mixer
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-_CHECKPOINT = "checkpoint.pt"  # of a run folder
+_CHECKPOINT, _CHECKPOINTS = "checkpoint.pt", "checkpoints/step-*"  # of a run folder
 # Outside torch.compile: torch's own wrapper, made for it, imports all of it at the first call.
 _checkpoint = inspect.unwrap(checkpoint)
 RECOMPUTE = ("none", "norms", "blocks")
@@ -265,11 +265,13 @@ class Model(nn.Module):
         tensors to write in place of the model's own, for a model whose parameters are sharded.
 
         Each file is written beside its place and renamed into it, so an interrupted save leaves
-        the earlier one. Raises ValueError for parameters that are sharded.
+        the earlier one. Raises ValueError for parameters that are sharded, and for a run folder,
+        whose config.json would be lost, and with it the run.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
         refuse_sharded(f"{type(self).__name__}.save", tensors.items(), "save(..., state_dict=them)")
         directory = Path(directory)
+        refuse_run(f"{type(self).__name__}.save", directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
         write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt", **(metadata or {})})
@@ -295,10 +297,37 @@ class Model(nn.Module):
         return model.eval()
 
 
+def holds_run(directory: Path) -> bool:
+    """Whether it is a run's folder: it holds checkpoints, or the config.json of a run that has not
+    come to its first one."""
+    if _has_checkpoint(directory):
+        return True
+    try:
+        values = parse_json(read_text(directory / CONFIG_FILE))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and {"train", "model"} <= values.keys()
+
+
+def refuse_run(owner: str, directory: Path) -> None:
+    """Raises ValueError for a run folder, which a model is about to be written into."""
+    if holds_run(directory):
+        raise ValueError(
+            f"{owner}: {directory}: expected a folder for a model; got a run, whose {CONFIG_FILE} "
+            f"would be lost: its model has its place in {directory / 'model'}, where "
+            "tidegate.training.export_trained() writes it"
+        )
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    """Whether one process or several left a checkpoint there."""
+    return (directory / _CHECKPOINT).is_file() or any(directory.glob(_CHECKPOINTS))
+
+
 def _refuse_other_folders(owner: str, directory: Path) -> None:
     """Raises ValueError, naming the call that reads it, for a run folder and for a checkpoint of
     transformers or of another library."""
-    if (directory / _CHECKPOINT).is_file():
+    if _has_checkpoint(directory):
         raise ValueError(
             f"{owner}.load: {directory}: expected a folder that save() wrote; got a run: its model "
             f"is in {directory / 'model'}, and tidegate.training.load_trained() reads its last "

@@ -76,13 +76,9 @@ class Run:
         tensors = self.trainer.placement.whole_state()
         if not self.trainer.group.leads or self._is_exported(tensors):
             return
-        self.folder.model.mkdir(exist_ok=True)
-        if self.corpus.tokenizer_file is not None:
-            own = (self.folder.path / TOKENIZER_FILE).read_bytes()
-            write_atomically(self.folder.model / TOKENIZER_FILE, own)
         model = type(self.trainer.model)(self.model_config, device="meta")
         model.load_state_dict(tensors, assign=True)
-        model.save(self.folder.model, metadata={"step": self._step})
+        write_model(model, self.folder.model, step=self._step, tokenizer=self._tokenizer())
 
     def is_exported(self) -> bool:
         """Whether model/ holds these weights of this step, bit for bit. A write that failed, or a
@@ -97,16 +93,20 @@ class Run:
             with safe_open(self.folder.model / MODEL_WEIGHTS, "pt") as file:
                 if (file.metadata() or {}).get("step") != self._step:
                     return False
-            if self.corpus.tokenizer_file is not None:
-                folders = (self.folder.path, self.folder.model)
-                if len({(folder / TOKENIZER_FILE).read_bytes() for folder in folders}) > 1:
-                    return False
+            if not is_beside(self.folder.model, self._tokenizer()):
+                return False
             saved = read_tensors(self.folder.model / MODEL_WEIGHTS)
         except (OSError, ValueError, SafetensorError):
             return False
         return saved.keys() == tensors.keys() and all(
             _same(saved[name], t.cpu()) for name, t in tensors.items()
         )
+
+    def _tokenizer(self) -> bytes | None:
+        """The content of the run's tokenizer file; None where tokens are bytes, or ids."""
+        if self.corpus.tokenizer_file is None:
+            return None
+        return (self.folder.path / TOKENIZER_FILE).read_bytes()
 
     @property
     def _step(self) -> str:
