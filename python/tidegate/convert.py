@@ -23,7 +23,13 @@ from torch import Tensor
 
 from .models import CausalLM, LMConfig
 from .models._json import parse_json
-from .models.block import CONFIG_FILE, WEIGHTS_FILE, load_exactly, read_tensors
+from .models.block import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_exactly,
+    read_tensors,
+    refuse_classifier,
+)
 from .models.layouts import LAYOUTS, export_config, export_tensors, import_tensors
 from .training.errors import UserError
 
@@ -124,6 +130,7 @@ def read(folder: Path, config: Mapping[str, Any], given: str) -> Checkpoint:
     tensors = read_weights(folder)
     if given not in LAYOUTS:
         ours = LMConfig.from_dict(dict(config)) if given == "tidegate" else _from_hf(config)
+        refuse_classifier(folder, ours, tensors)
         model = CausalLM(ours, device="meta")
         load_exactly(model, _without_prefix(tensors, ours.tied, given), str(folder))
         source = _remembered(folder)

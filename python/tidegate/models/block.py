@@ -121,6 +121,7 @@ class Model(nn.Module):
 
     residual_dtype: torch.dtype | None = None
     _recompute = "none"
+    _is_language_model = False
 
     def __init__(self, config: LMConfig, *, dtype=None) -> None:
         super().__init__()
@@ -291,8 +292,10 @@ class Model(nn.Module):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{cls.__name__}.load: {directory / name}: no such file")
         config = LMConfig.from_json(read_text(directory / CONFIG_FILE))
-        model = cls(config, device="meta")
         tensors = read_tensors(directory / WEIGHTS_FILE, device)
+        if cls._is_language_model:
+            refuse_classifier(directory, config, tensors)
+        model = cls(config, device="meta")
         load_exactly(model, tensors, str(directory / WEIGHTS_FILE))
         return model.eval()
 
@@ -349,6 +352,13 @@ def _refuse_other_folders(owner: str, directory: Path) -> None:
             f"another library (model_type {kind!r}): `tidegate convert` or tidegate.models.loaders "
             "reads it, if it is one that tidegate knows"
         )
+
+
+def refuse_classifier(directory: Path, config: LMConfig, tensors: Iterable[str]) -> None:
+    """Raises ValueError where the configuration and the names of the tensors in a folder are a
+    classifier's, whose head has a bias, before they are read as a language model's."""
+    if config.num_classes is not None and "head.bias" in tensors:
+        raise ValueError(f"{directory} holds a classifier; expected a language model")
 
 
 def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str) -> None:
