@@ -23,7 +23,13 @@ from torch import Tensor
 
 from .models import CausalLM, LMConfig
 from .models._json import parse_json
-from .models.block import CONFIG_FILE, WEIGHTS_FILE, load_exactly, read_tensors
+from .models.block import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_exactly,
+    read_tensors,
+    refuse_classifier,
+)
 from .models.layouts import LAYOUTS, export_config, export_tensors, import_tensors
 from .training.errors import UserError
 
@@ -60,7 +66,8 @@ def convert(
 
     to: a format; None: "tidegate", or, from ours, the one that the checkpoint came from. given: the
     format of the source; None: what its config.json says. Other files of the folder, such as a
-    tokenizer, come along. shard_bytes: the most that one file of weights holds.
+    tokenizer, come along. shard_bytes: the most that one file of weights holds; not of "tidegate",
+    which has one.
 
     Raises ValueError, naming all tensors that are missing or have no place, or the option that the
     other format cannot say; FileNotFoundError; FileExistsError where `out` holds anything. Then
@@ -74,6 +81,11 @@ def convert(
     checkpoint = read(source, config, given)
     if to is None:
         to = checkpoint.source.get("format", "hf") if given in ("tidegate", "hf") else "tidegate"
+    if to == "tidegate" and shard_bytes is not None:
+        raise ValueError(
+            f"shard-gb: expected with {', '.join(FORMATS[1:])} only, got it with tidegate, whose "
+            "weights are one file"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -118,6 +130,7 @@ def read(folder: Path, config: Mapping[str, Any], given: str) -> Checkpoint:
     tensors = read_weights(folder)
     if given not in LAYOUTS:
         ours = LMConfig.from_dict(dict(config)) if given == "tidegate" else _from_hf(config)
+        refuse_classifier(folder, ours, tensors)
         model = CausalLM(ours, device="meta")
         load_exactly(model, _without_prefix(tensors, ours.tied, given), str(folder))
         source = _remembered(folder)
@@ -284,7 +297,7 @@ def run(options: argparse.Namespace) -> int:
     if size is not None:
         if not 0 < size < math.inf:
             raise UserError(f"convert: shard-gb: expected more than 0, got {size:g}")
-        size = int(size * 1e9)
+        size = max(int(size * 1e9), 1)
     try:
         print(
             convert(

@@ -14,6 +14,7 @@ from training_cases import FLAGS, tidegate, write_text
 
 from tidegate import _library, cli
 from tidegate.cli.train import set_field
+from tidegate.models import LMConfig, SequenceClassifier
 from tidegate.training import stdlib_corpus
 
 pytestmark = pytest.mark.xdist_group("cli")
@@ -127,6 +128,60 @@ def test_bpe_runs_keep_their_tokenizer(tmp_path, text, capsys):
     assert cli.main(["eval", out, "--device=cpu", "--json"]) == 0
     score = json.loads(capsys.readouterr().out)
     assert score["bits_per_byte"] < score["nats_per_token"]
+
+
+def test_export_refuses_a_run_s_folder(trained, tmp_path, capsys):
+    """Its config.json would be the model's, and the run could not be resumed."""
+    before = (trained / "config.json").read_bytes()
+    lacking = tmp_path / "lacking"  # a run that has not come to its first checkpoint
+    lacking.mkdir()
+    (lacking / "config.json").write_bytes(before)
+    for target in (trained, lacking):
+        line = fails(capsys, "export", trained, target)
+        assert f"export: out: {target}: expected a folder for a model; got a run" in line
+        assert (target / "config.json").read_bytes() == before
+        assert not (target / "model.safetensors").exists()
+    assert cli.main(["train", "--out", str(trained), "--quiet"]) == 0
+
+
+def test_an_exported_folder_has_nothing_of_the_model_before(trained, text, tmp_path, capsys):
+    learnt, out = tmp_path / "run", tmp_path / "out"
+    flags = ["--tokenizer=bpe:300", "--steps=2", "--quiet", "--out", str(learnt)]
+    assert cli.main(["train", str(text), *FLAGS, *flags]) == 0
+    assert cli.main(["export", str(learnt), str(out)]) == 0
+    assert (out / "tokenizer.json").read_bytes() == (learnt / "tokenizer.json").read_bytes()
+    (out / "converted_from.json").write_text("{}")
+    assert cli.main(["export", str(trained), str(out)]) == 0
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert cli.main(["generate", str(out), "--tokens=2", "--device=cpu"]) == 0
+    # What somebody put into the run's own model/, the run replaces when it is called again.
+    own = shutil.copytree(trained, tmp_path / "own")
+    shutil.copyfile(learnt / "tokenizer.json", own / "model" / "tokenizer.json")
+    assert cli.main(["train", "--out", str(own), "--quiet"]) == 0
+    assert not (own / "model" / "tokenizer.json").exists()
+    # Its own folder may have one by now: it reads bytes all the same.
+    shutil.copyfile(learnt / "tokenizer.json", own / "tokenizer.json")
+    assert cli.main(["export", str(own), str(out)]) == 0
+    assert not (out / "tokenizer.json").exists()
+    capsys.readouterr()
+
+
+def test_another_tokenizer_is_another_configuration(trained, capsys):
+    line = fails(capsys, "train", "--out", trained, "--tokenizer=bpe:300")
+    assert "holds a run of another configuration (" in line
+    assert "tokenizer: 'bytes', now 'bpe:300'" in line
+
+
+def test_a_classifier_s_folder_is_said_to_be_one(tmp_path, text, capsys):
+    config = LMConfig("hgrn", dim=16, layers=1, vocab_size=256, num_classes=3)
+    SequenceClassifier(config).save(tmp_path / "model")
+    said = f"{tmp_path / 'model'} holds a classifier; expected a language model"
+    for command in (["eval", text], ["generate"]):
+        line = fails(capsys, command[0], tmp_path / "model", *command[1:], "--device=cpu")
+        assert line.endswith(said)
+    assert fails(capsys, "convert", tmp_path / "model", tmp_path / "out").endswith(said)
+    begins = ["--init-from", tmp_path / "model", "--out", tmp_path / "run"]
+    assert fails(capsys, "train", text, *FLAGS, *begins).endswith(said)
 
 
 def test_runs_on_token_ids_have_no_text(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from training_cases import FLAGS, write_text
 
 from tidegate import cli
 from tidegate.models import CausalLM, LMConfig, mixers, presets
-from tidegate.training import TrainConfig, load_trained, recipes
+from tidegate.training import TrainConfig, load_trained, recipes, report
 from tidegate.training.tasks import TASKS
 
 pytestmark = pytest.mark.xdist_group("cli newcomer")
@@ -135,6 +136,59 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, text, begun, place, 
     assert values["train"]["init_from"] == str(source.resolve())
     assert train(out, text, *flags) == values  # started again
     assert train(out, text) == values
+
+
+def test_a_run_outlives_the_weights_that_it_began_with(tmp_path, text, capsys):
+    """Gates are drawn without those before training where nobody knows them any more."""
+    source, out = tmp_path / "begun", tmp_path / "run"
+    train(source, text)
+    flags = ["--init-from", str(source), "--lr=1e-30"]
+    values = train(out, text, *flags)
+    assert "drawn without" not in capsys.readouterr().err
+    assert train(out, text, "--steps=3")["initial_weights"] == values["initial_weights"]
+
+    def drawn() -> str:
+        """What is said while the gates are drawn."""
+        (out / "forget_gates.png").unlink()
+        capsys.readouterr()
+        assert cli.main(["plot", "gates", str(out), "--device=cpu"]) == 0
+        assert (out / "forget_gates.png").exists()
+        return capsys.readouterr().err
+
+    assert drawn() == ""
+    train(source, text, "--steps=4")  # it goes on, and holds other weights
+    other = f"init-from: {source} holds other weights than the run began with"
+    assert drawn() == f"forget_gates.png: drawn without the gates before training: {other}\n"
+    (config := out / "config.json").write_text(
+        json.dumps({k: v for k, v in values.items() if k != "initial_weights"})
+    )
+    assert drawn() == ""  # a run of an earlier version, which noted nothing
+    shutil.rmtree(source)
+    assert f"{source}: no such folder" in drawn()
+    train(out, text, "--steps=5")
+    assert f"{source}: no such folder" in capsys.readouterr().err
+    values["initial_weights"] = "x"
+    config.write_text(json.dumps(values))
+    assert "initial_weights: expected an integer" in fails(capsys, "plot", out)
+
+
+def test_a_run_ends_well_whose_text_is_gone(tmp_path, monkeypatch, capsys):
+    """Its losses are drawn without it, and the gates, which are looked at on it, are not."""
+    text, out = write_text(tmp_path / "text.txt"), tmp_path / "run"
+    scored = report.finish
+
+    def finish(run):
+        text.unlink()
+        return scored(run)
+
+    monkeypatch.setattr(report, "finish", finish)
+    train(out, text)
+    said = capsys.readouterr()
+    assert said.out.startswith("validation: ")
+    assert re.search(r"forget_gates.png: not drawn: .*text.txt: no such file", said.err)
+    assert (out / "loss.png").exists()
+    assert not (out / "forget_gates.png").exists()
+    assert "no such file" in fails(capsys, "plot", "gates", out)
 
 
 def test_a_run_begins_with_a_checkpoint_from_elsewhere(tmp_path, text):

@@ -195,6 +195,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "expected an empty or new folder" in capsys.readouterr().err
 
 
+def test_ours_has_no_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, config, state, _ = CASES["hgrn"]
+    source = folder(tmp_path / "theirs", config, state)
+    for to in ([], ["--to=tidegate"]):
+        command = ["convert", str(source), str(tmp_path / "ours"), *to, "--shard-gb=1e-9"]
+        assert main(command) == 2
+        line = capsys.readouterr().err
+        assert "shard-gb: expected with hf, fla, fox, hgru2-pytorch only, got it with tide" in line
+        assert not (tmp_path / "ours").exists()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs tidegate[hf]")
 @pytest.mark.parametrize("name", ["hgrn", "hgrn-tied"])
 def test_transformers_layout(name: str, tmp_path: Path) -> None:

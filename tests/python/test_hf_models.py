@@ -338,6 +338,16 @@ def test_errors_name_the_argument() -> None:
         model(ids_of(1, 4), attention_mask=torch.ones(1, 3))
 
 
+def test_a_run_s_folder_is_not_written_over(tmp_path: Path) -> None:
+    """Its config.json is the run's, which could not be resumed without."""
+    (tmp_path / "config.json").write_text('{"model": {}, "train": {}}')
+    message = r"TidegateForCausalLM.save_pretrained: .*: expected a folder for a model; got a run"
+    model = causal_lm("hgrn")
+    with pytest.raises(ValueError, match=message):
+        model.save_pretrained(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_importing_tidegate_imports_no_transformers() -> None:
     code = "import sys, tidegate; assert 'transformers' not in sys.modules; print('fine')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

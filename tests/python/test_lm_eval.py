@@ -118,6 +118,26 @@ def test_max_length_cuts_contexts_from_the_left() -> None:
     assert cut[0] == pytest.approx(expected(lm, "efgh", "xyz")[0], abs=1e-4)
 
 
+def test_a_continuation_beyond_max_length_is_refused() -> None:
+    """Its first tokens would be left out of the score."""
+    lm = make(max_length=3)
+    (whole,) = lm.loglikelihood([request("abc", "xyz")], disable_tqdm=True)
+    assert whole[0] == pytest.approx(expected(lm, "c", "xyz")[0], abs=1e-4)
+    with pytest.raises(UserError, match="max_length: expected 4 or more, .* got 3"):
+        lm.loglikelihood([request("a", "b"), request("abc", "wxyz")], disable_tqdm=True)
+
+
+def test_a_context_of_white_space_is_scored_with_the_continuation() -> None:
+    """lm_eval moves it there, and the context is what comes before any text."""
+    lm = make()
+    pairs = [(" ", "turns"), (" \n ", "a"), (" ", "")]
+    found = lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
+        wanted = expected(lm, "\n", context + continuation)
+        assert score == pytest.approx(wanted[0], abs=1e-3)
+        assert greedy == wanted[1]
+
+
 def test_max_length_cuts_what_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts are cut to as many tokens as it says: to continue them, all of them are read."""
     lm = make(max_length=6)
@@ -131,9 +151,16 @@ def test_max_length_cuts_what_is_continued(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_empty_continuation_is_certain() -> None:
-    for pairs in ([("the tide", "")], [("the tide", ""), ("a", "b")]):
+    for pairs in (
+        [("the tide", "")],
+        [("the tide", ""), ("a", "b")],
+        [("a", ""), ("b", "")],
+        [("", "")],
+        [("", ""), ("a", "b"), ("", "")],
+    ):
         found = make().loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
-        assert found[0] == (0.0, True)
+        for (_, continuation), answer in zip(pairs, found, strict=True):
+            assert (answer == (0.0, True)) == (continuation == "")
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -213,6 +240,13 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         TidegateLM()
     with pytest.raises(UserError, match="batch_size: expected auto or 1 or more, got 'many'"):
         make(batch_size="many")
+    for given, shown in ((999, "999"), (-1, "-1"), ("x", "'x'")):
+        with pytest.raises(UserError, match=f"prefix_token_id: expected 0 to 255, got {shown}"):
+            make(prefix_token_id=given)
+    with pytest.raises(UserError, match="max_gen_toks: expected 0 or more, got -1"):
+        make(max_gen_toks=-1)
+    with pytest.raises(UserError, match="precision: expected one of auto, fp32, .*got 'bf61'"):
+        TidegateLM(trained=Trained(make().model, ByteTokenizer(), None), precision="bf61")
     config = LMConfig("hgrn2", vocab_size=300, dim=32, layers=1)
     CausalLM(config).save(tmp_path)
     with pytest.raises(UserError, match="has no tokenizer"):

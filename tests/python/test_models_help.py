@@ -92,6 +92,28 @@ def test_load_says_which_call_reads_another_folder(theirs, tmp_path):
     message = r"got a run: its model is in .*model, and tidegate.training.load_trained\(\)"
     with pytest.raises(ValueError, match=message):
         CausalLM.load(tmp_path / "run")
+    (tmp_path / "several" / "checkpoints" / "step-4").mkdir(parents=True)
+    with pytest.raises(ValueError, match=message):
+        CausalLM.load(tmp_path / "several")
+
+
+@pytest.mark.parametrize("kind", ["one process", "several", "without a checkpoint"])
+def test_save_refuses_a_run_s_folder(kind, tmp_path):
+    """Its config.json is the run's, which could not be resumed without."""
+    if kind == "one process":
+        (tmp_path / "checkpoint.pt").touch()
+    elif kind == "several":
+        (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
+    else:
+        (tmp_path / "config.json").write_text('{"model": {}, "train": {}}')
+    before = sorted(p.name for p in tmp_path.iterdir())
+    model = CausalLM(LMConfig("hgrn", dim=8, layers=1, vocab_size=11))
+    message = r"CausalLM.save: .*: expected a folder for a model; got a run, .* in .*model, where"
+    with pytest.raises(ValueError, match=message):
+        model.save(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    model.save(tmp_path / "model")
+    model.save(tmp_path / "model")
 
 
 SHARDED = """

@@ -66,6 +66,17 @@ def test_the_residual_stream_has_the_dtype_that_is_asked_for(residual: torch.dty
     assert set(seen) == {residual}
 
 
+def test_the_residual_stream_keeps_its_dtype_outside_autocast() -> None:
+    """As in a step, so that a prompt is read alike by both."""
+    torch.manual_seed(0)
+    model = CausalLM(small()).eval()
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+        model.residual_dtype = torch.bfloat16
+        assert torch.equal(model(ids).logits, wanted)
+
+
 @pytest.mark.parametrize("recompute", ["norms", "blocks"])
 def test_dropout_and_noise_are_drawn_once(recompute: str) -> None:
     torch.manual_seed(0)

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from tidegate import cli
-from tidegate.training import runtime
+from tidegate.training import UserError, runtime
+
+
+@pytest.mark.parametrize("name", ["bf61", "fp16", ""])
+def test_what_is_no_precision_is_refused(name):
+    message = rf"precision: expected one of auto, fp32, tf32, bf16, bf16-weights, got '{name}'"
+    with pytest.raises(UserError, match=message):
+        runtime.resolve_precision(name, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--from", dest="given", choices=formats, help="default: what config.json says"
     )
-    parser.add_argument("--shard-gb", type=float, help="the most that a file of weights holds")
+    parser.add_argument(
+        "--shard-gb", type=float, help="the most that a file of weights holds; not of ours"
+    )
     parser.set_defaults(command=run)
 
 

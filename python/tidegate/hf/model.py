@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .. import ops
 from ..models import CausalLM
-from ..models.block import Model, embedding_std
+from ..models.block import Model, embedding_std, refuse_run
 from ..models.classifiers import mean_over_time, mean_pool
 from ..nn._common import KeepsFloat32, Linear, is_plain, make_linear, normal_, reset_linear
 from .cache import adopt
@@ -79,7 +79,9 @@ class TidegatePreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> None:
-        """transformers' own, and beside it the file that config.json's auto_map names."""
+        """transformers' own, and beside it the file that config.json's auto_map names. Raises
+        ValueError for a run folder of `tidegate train`, whose config.json would be lost."""
+        refuse_run(f"{type(self).__name__}.save_pretrained", Path(save_directory))
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / f"{STUB}.py").write_text(_STUB_TEXT, encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)

@@ -35,8 +35,9 @@ class TidegateLM(TemplateLM):
         precision: auto, fp32, tf32 or bf16, as of `tidegate eval`.
         prefix_token_id: what comes before the first token of a text; default: the tokenizer's end
             of text, or else a line end, where `tidegate generate` begins, too.
-        max_length: tokens that a context is cut to, from the left. Default: none; a state has no
-            longest context.
+        max_length: tokens that the model reads at most of a context and the continuation that is
+            scored after it: contexts are cut from the left, and a longer continuation is refused.
+            Default: none; a state has no longest context.
         max_gen_toks: tokens of a continuation whose task names no number.
         batch_size: sequences a forward pass; "auto": as many as have `TOKENS` tokens.
 
@@ -76,11 +77,12 @@ class TidegateLM(TemplateLM):
         self.precision = trained.compute_in(precision)
         self.batch_size = _batch_size(batch_size)
         self.max_batch_size = max_batch_size
-        self.max_length = None if max_length is None else int(max_length)
-        if self.max_length is not None and self.max_length < 1:
-            raise UserError(f"lm_eval: max_length: expected 1 or more, got {max_length!r}")
-        self.max_gen_toks = int(max_gen_toks)
-        self._prefix = prefix_token_id
+        self.max_length = None if max_length is None else _whole("max_length", max_length, 1)
+        self.max_gen_toks = _whole("max_gen_toks", max_gen_toks, 0)
+        self._prefix = None
+        if prefix_token_id is not None:
+            last = self.model.config.vocab_size - 1
+            self._prefix = _whole("prefix_token_id", prefix_token_id, 0, last)
 
     # Text
 
@@ -95,7 +97,7 @@ class TidegateLM(TemplateLM):
     def prefix_token_id(self) -> int:
         """The id of the token that comes before the first one of a text."""
         if self._prefix is not None:
-            return int(self._prefix)
+            return self._prefix
         end = self.eot_token_id
         return int(self._text.encode(b"\n")[0]) if end is None else end
 
@@ -115,6 +117,17 @@ class TidegateLM(TemplateLM):
 
     # Log-likelihoods
 
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The log-likelihood of the continuation in every (context, continuation), and whether each
+        of its tokens is the likeliest one. Nothing after nothing is certain: lm_eval itself would
+        look at its first token."""
+        is_asked = [r.args[0] != "" or len(self.tok_encode(r.args[1])) > 0 for r in requests]
+        asked = [request for request, is_one in zip(requests, is_asked, strict=True) if is_one]
+        found = iter(super().loglikelihood(asked, disable_tqdm))
+        return [next(found) if is_one else (0.0, True) for is_one in is_asked]
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[Any, list[int], list[int]]],
@@ -123,11 +136,22 @@ class TidegateLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """The log-likelihood of the continuation in every (strings, context, continuation), and
         whether each of its tokens is the likeliest one."""
-        ids = [self._cut(context + continuation) for _, context, continuation in requests]
+        if self.max_length is not None:
+            longest = max((len(continuation) for _, _, continuation in requests), default=0)
+            if longest > self.max_length:
+                raise UserError(
+                    f"lm_eval: max_length: expected {longest} or more, the tokens of the longest "
+                    f"continuation, got {self.max_length}"
+                )
+        # A context of white space alone is empty here: lm_eval gives it to the continuation.
+        ids = [
+            self._cut((context or [self.prefix_token_id]) + continuation)
+            for _, context, continuation in requests
+        ]
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="log-likelihoods")
         for batch in self._batches([len(row) for row in ids]):
-            counts = [min(len(requests[i][2]), len(ids[i]) - 1) for i in batch]
+            counts = [len(requests[i][2]) for i in batch]
             for i, answer in zip(batch, self._score([ids[i] for i in batch], counts), strict=True):
                 found[i] = answer
                 if requests[i][0] is not None:
@@ -141,7 +165,9 @@ class TidegateLM(TemplateLM):
         """Scores the last `counts` tokens of each row, given all before them."""
         lengths = torch.tensor([len(row) - 1 for row in rows])
         ends = lengths.cumsum(0)
-        inputs = torch.tensor([i for row in rows for i in row[:-1]], device=self._device)[None]
+        read = [i for row in rows for i in row[:-1]]
+        # Of no tokens at all, as of empty continuations alone, the dtype could not be seen.
+        inputs = torch.tensor(read, dtype=torch.long, device=self._device)[None]
         bounds = F.pad(ends, (1, 0)).to(self._device)
         wanted = [torch.arange(e - n, e) for e, n in zip(ends.tolist(), counts, strict=True)]
         targets = [i for row, n in zip(rows, counts, strict=True) for i in row[len(row) - n :]]
@@ -311,6 +337,18 @@ def _sampling(arguments: dict[str, Any]) -> SamplingOptions:
         options = SamplingOptions(temperature=0.0, repetition_penalty=penalty)
     options.check("lm_eval: generation_kwargs")
     return options
+
+
+def _whole(name: str, given: Any, least: int, most: int | None = None) -> int:
+    """An argument as an integer; UserError, naming it, where it is none or out of range."""
+    wanted = f"{least} or more" if most is None else f"{least} to {most}"
+    try:
+        value = int(given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"lm_eval: {name}: expected {wanted}, got {given!r}") from error
+    if value < least or (most is not None and value > most):
+        raise UserError(f"lm_eval: {name}: expected {wanted}, got {given!r}")
+    return value
 
 
 def _batch_size(given: int | str | None) -> int | str:

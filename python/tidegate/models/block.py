@@ -34,7 +34,7 @@ from .registry import make_mixer
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-_CHECKPOINT = "checkpoint.pt"  # of a run folder
+_CHECKPOINT, _CHECKPOINTS = "checkpoint.pt", "checkpoints/step-*"  # of a run folder
 # Outside torch.compile: torch's own wrapper, made for it, imports all of it at the first call.
 _checkpoint = inspect.unwrap(checkpoint)
 RECOMPUTE = ("none", "norms", "blocks")
@@ -116,11 +116,12 @@ class Model(nn.Module):
     time. `recompute`: what is not kept for the backward pass but computed again in it: "none";
     "norms", the results of norms and the products of GLUs; "blocks", all that blocks compute but
     their inputs (docs/training_memory.md has the bytes). `residual_dtype`: that of the
-    residual stream inside autocast; None is that of the embedding.
+    residual stream inside autocast; None, and outside of it, is that of the embedding.
     """
 
     residual_dtype: torch.dtype | None = None
     _recompute = "none"
+    _is_language_model = False
 
     def __init__(self, config: LMConfig, *, dtype=None) -> None:
         super().__init__()
@@ -214,7 +215,9 @@ class Model(nn.Module):
                 f"{type(self).__name__}: state: expected one state for each of the "
                 f"{len(self.blocks)} layers; got {len(state)}"
             )
-        x = self.dropout(x if self.residual_dtype is None else x.to(self.residual_dtype))
+        if self.residual_dtype is not None and _is_autocast(x):
+            x = x.to(self.residual_dtype)
+        x = self.dropout(x)
         recompute = self.recompute if torch.is_grad_enabled() else "none"
         # Sums go to the norm of the next block, unless blocks are compiled one by one: of the first
         # there is nothing to add, for which it would have a graph of its own. Where a block's input
@@ -263,11 +266,13 @@ class Model(nn.Module):
         tensors to write in place of the model's own, for a model whose parameters are sharded.
 
         Each file is written beside its place and renamed into it, so an interrupted save leaves
-        the earlier one. Raises ValueError for parameters that are sharded.
+        the earlier one. Raises ValueError for parameters that are sharded, and for a run folder,
+        whose config.json would be lost, and with it the run.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
         refuse_sharded(f"{type(self).__name__}.save", tensors.items(), "save(..., state_dict=them)")
         directory = Path(directory)
+        refuse_run(f"{type(self).__name__}.save", directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
         write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt", **(metadata or {})})
@@ -287,16 +292,45 @@ class Model(nn.Module):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{cls.__name__}.load: {directory / name}: no such file")
         config = LMConfig.from_json(read_text(directory / CONFIG_FILE))
-        model = cls(config, device="meta")
         tensors = read_tensors(directory / WEIGHTS_FILE, device)
+        if cls._is_language_model:
+            refuse_classifier(directory, config, tensors)
+        model = cls(config, device="meta")
         load_exactly(model, tensors, str(directory / WEIGHTS_FILE))
         return model.eval()
+
+
+def holds_run(directory: Path) -> bool:
+    """Whether it is a run's folder: it holds checkpoints, or the config.json of a run that has not
+    come to its first one."""
+    if _has_checkpoint(directory):
+        return True
+    try:
+        values = parse_json(read_text(directory / CONFIG_FILE))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and {"train", "model"} <= values.keys()
+
+
+def refuse_run(owner: str, directory: Path) -> None:
+    """Raises ValueError for a run folder, which a model is about to be written into."""
+    if holds_run(directory):
+        raise ValueError(
+            f"{owner}: {directory}: expected a folder for a model; got a run, whose {CONFIG_FILE} "
+            f"would be lost: its model has its place in {directory / 'model'}, where "
+            "tidegate.training.export_trained() writes it"
+        )
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    """Whether one process or several left a checkpoint there."""
+    return (directory / _CHECKPOINT).is_file() or any(directory.glob(_CHECKPOINTS))
 
 
 def _refuse_other_folders(owner: str, directory: Path) -> None:
     """Raises ValueError, naming the call that reads it, for a run folder and for a checkpoint of
     transformers or of another library."""
-    if (directory / _CHECKPOINT).is_file():
+    if _has_checkpoint(directory):
         raise ValueError(
             f"{owner}.load: {directory}: expected a folder that save() wrote; got a run: its model "
             f"is in {directory / 'model'}, and tidegate.training.load_trained() reads its last "
@@ -320,6 +354,13 @@ def _refuse_other_folders(owner: str, directory: Path) -> None:
         )
 
 
+def refuse_classifier(directory: Path, config: LMConfig, tensors: Iterable[str]) -> None:
+    """Raises ValueError where the configuration and the names of the tensors in a folder are a
+    classifier's, whose head has a bias, before they are read as a language model's."""
+    if config.num_classes is not None and "head.bias" in tensors:
+        raise ValueError(f"{directory} holds a classifier; expected a language model")
+
+
 def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str) -> None:
     """Raises ValueError, naming the remedy and what is to be done then, for a tensor that is
     sharded (DTensor), as FSDP2 makes them."""
@@ -331,6 +372,10 @@ def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str)
                 "full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint."
                 f"state_dict, then, on rank 0, {then}"
             )
+
+
+def _is_autocast(x: Tensor) -> bool:
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
 def draws(module: nn.Module) -> bool:

@@ -35,6 +35,8 @@ class CausalLM(Model):
     Raises ValueError when the configuration is bidirectional or has no vocabulary.
     """
 
+    _is_language_model = True
+
     def __init__(self, config: LMConfig, *, device=None, dtype=None) -> None:
         super().__init__(config, dtype=dtype)
         if config.vocab_size is None:

@@ -334,8 +334,14 @@ _DATA = {
 }
 
 
+# Where config.json holds the checksum of the weights that init_from named when the run began. Runs
+# of earlier versions lack it.
+INITIAL_WEIGHTS = "initial_weights"
+
+
 def read_run(path: Path) -> dict[str, Any]:
-    """config.json of a run folder: model, train, data, parameters, machine.
+    """config.json of a run folder: model, train, data, parameters, machine, and initial_weights
+    where the run began with some.
 
     Raises:
         UserError: it is missing, damaged, or something else; the line names the field.
@@ -350,6 +356,7 @@ def read_run(path: Path) -> dict[str, Any]:
     except (UserError, ValueError, TypeError) as error:
         raise UserError(f"{path}: {error}") from error
     fields = {**{f"data: {name}": kind for name, kind in _DATA.items()}, "parameters": "int"}
+    fields[INITIAL_WEIGHTS] = "int | None"
     found = {**{f"data: {name}": values["data"].get(name) for name in _DATA}, **values}
     for name, kind in fields.items():
         if problem := _type_problem(kind, found.get(name)):

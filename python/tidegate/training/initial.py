@@ -46,7 +46,12 @@ class Initial(NamedTuple):
     def checksum(self) -> int:
         """CRC-32 of the configuration and the weights, by which processes that read the same path
         know that they read the same model."""
-        found = zlib.crc32(self.config.to_json().encode())
+        return zlib.crc32(self.config.to_json().encode(), self.weights_checksum())
+
+    def weights_checksum(self) -> int:
+        """CRC-32 of the weights, by which a run knows later whether its path still holds them. The
+        configuration is no part of it: its text grows with tidegate's versions."""
+        found = 0
         for name, t in sorted(self.tensors.items()):
             found = zlib.crc32(name.encode(), found)
             found = zlib.crc32(t.contiguous().flatten().view(torch.uint8).numpy(), found)

@@ -75,7 +75,7 @@ def plot_run(
     path: str | Path, *, baselines: dict[str, float] | None = None, device: str = "auto"
 ) -> list[Path]:
     """Draws loss.png, for tasks accuracy.png, and for models with data-dependent forget gates
-    forget_gates.png.
+    forget_gates.png; without the text or with another one, which is said on stderr, not the gates.
 
     Returns the files. Raises UserError when the folder holds no run, or nothing to plot yet.
     """
@@ -107,7 +107,12 @@ def plot_run(
         drawn.append(folder.path / ACCURACY_PLOT)
         plots.plot_accuracy(metrics, drawn[-1], title=title, chance=data["chance"])
     if folder.has_checkpoint:
-        drawn += _plot_forget_gates(folder, values, _examined(folder, values, device))
+        try:
+            seen = _examined(folder, values, device)
+        except _UnknownText as error:
+            print(f"{GATES_PLOT}: not drawn: {error}", file=sys.stderr)
+        else:
+            drawn += _plot_forget_gates(folder, values, seen)
     return drawn
 
 
@@ -215,6 +220,10 @@ def _validation_ids(
     return ids, None, "validation text"
 
 
+class _UnknownText(UserError):
+    """What a run was trained on is gone, or is not what it was."""
+
+
 class _Examined(NamedTuple):
     """A trained model and what its gates are looked at with; see `_validation_ids`."""
 
@@ -227,7 +236,11 @@ class _Examined(NamedTuple):
 def _examined(folder: RunFolder, values: dict, device: str) -> _Examined:
     path, context = str(folder.path), values["train"]["context"]
     model = load_trained(path, device).model
-    return _Examined(model, *_validation_ids(path, values, rows=8, context=context))
+    try:
+        text = _validation_ids(path, values, rows=8, context=context)
+    except UserError as error:
+        raise _UnknownText(str(error)) from error
+    return _Examined(model, *text)
 
 
 def _plot_forget_gates(folder: RunFolder, values: dict, seen: _Examined) -> list[Path]:
@@ -238,7 +251,7 @@ def _plot_forget_gates(folder: RunFolder, values: dict, seen: _Examined) -> list
     gates = forget_gates(model, seen.ids, seen.lengths)
     if not gates:
         return []
-    untrained = initial_model(values, type(model)).to(next(model.parameters()).device)
+    untrained = _untrained(values, model)
     gammas = {layer: gamma for layer, gamma in enumerate(model.gammas()) if gamma is not None}
     bounds = {layer: float(gammas[layer].detach().mean()) for layer in gates if layer in gammas}
     path = folder.path / GATES_PLOT
@@ -247,9 +260,20 @@ def _plot_forget_gates(folder: RunFolder, values: dict, seen: _Examined) -> list
         path,
         title=f"Forget gates on {seen.what}: {_name_of(values)}",
         bounds=_by_number(bounds),
-        before=_by_number(forget_gates(untrained, seen.ids, seen.lengths)),
+        before=untrained and _by_number(forget_gates(untrained, seen.ids, seen.lengths)),
     )
     return [path]
+
+
+def _untrained(values: dict, model: CausalLM | SequenceClassifier) -> torch.nn.Module | None:
+    """The run's model before its first step, where `model` is; None, which is said on stderr, where
+    the weights that it began with are gone or others: the trained ones can be drawn without."""
+    try:
+        untrained = initial_model(values, type(model))
+    except UserError as error:
+        print(f"{GATES_PLOT}: drawn without the gates before training: {error}", file=sys.stderr)
+        return None
+    return untrained.to(next(model.parameters()).device)
 
 
 def _by_number(layers: Mapping[int, Any]) -> dict[int, Any]:

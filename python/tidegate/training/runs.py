@@ -22,10 +22,18 @@ from ..models.block import CONFIG_FILE as MODEL_CONFIG
 from ..models.block import WEIGHTS_FILE as MODEL_WEIGHTS
 from ..nn._common import is_number
 from .checkpoint import CONFIG_FILE, LOSS_PLOT, Choice, RunFolder
-from .config import MAY_CHANGE, TrainConfig, current_names, differences, read_run
+from .config import (
+    INITIAL_WEIGHTS,
+    MAY_CHANGE,
+    TrainConfig,
+    current_names,
+    differences,
+    read_run,
+)
 from .data import Corpus, vocabulary_fits
 from .distributed import Group, is_launched, join
 from .errors import UserError
+from .exported import is_beside, write_model
 from .initial import Initial, open_initial
 from .recipe import recipe_named
 from .runtime import (
@@ -68,13 +76,9 @@ class Run:
         tensors = self.trainer.placement.whole_state()
         if not self.trainer.group.leads or self._is_exported(tensors):
             return
-        self.folder.model.mkdir(exist_ok=True)
-        if self.corpus.tokenizer_file is not None:
-            own = (self.folder.path / TOKENIZER_FILE).read_bytes()
-            write_atomically(self.folder.model / TOKENIZER_FILE, own)
         model = type(self.trainer.model)(self.model_config, device="meta")
         model.load_state_dict(tensors, assign=True)
-        model.save(self.folder.model, metadata={"step": self._step})
+        write_model(model, self.folder.model, step=self._step, tokenizer=self._tokenizer())
 
     def is_exported(self) -> bool:
         """Whether model/ holds these weights of this step, bit for bit. A write that failed, or a
@@ -89,16 +93,20 @@ class Run:
             with safe_open(self.folder.model / MODEL_WEIGHTS, "pt") as file:
                 if (file.metadata() or {}).get("step") != self._step:
                     return False
-            if self.corpus.tokenizer_file is not None:
-                folders = (self.folder.path, self.folder.model)
-                if len({(folder / TOKENIZER_FILE).read_bytes() for folder in folders}) > 1:
-                    return False
+            if not is_beside(self.folder.model, self._tokenizer()):
+                return False
             saved = read_tensors(self.folder.model / MODEL_WEIGHTS)
         except (OSError, ValueError, SafetensorError):
             return False
         return saved.keys() == tensors.keys() and all(
             _same(saved[name], t.cpu()) for name, t in tensors.items()
         )
+
+    def _tokenizer(self) -> bytes | None:
+        """The content of the run's tokenizer file; None where tokens are bytes, or ids."""
+        if self.corpus.tokenizer_file is None:
+            return None
+        return (self.folder.path / TOKENIZER_FILE).read_bytes()
 
     @property
     def _step(self) -> str:
@@ -275,6 +283,7 @@ def _prepare(group: Group, folder: RunFolder, scratch: Path, asked: _Asked) -> _
         fields["mixer_options"] = options
     model_config = _model_config({**(start or {}), **fields}, corpus)
     _refuse_other(folder, recorded, config, model_config, corpus)
+    vocabulary_fits(corpus, model_config.vocab_size)  # else of another run's text, which is said
     choice = folder.choose() if folder.has_checkpoint else None
     return _Ready(recorded, config, model_config, choice, corpus, corpus.fingerprint, initial)
 
@@ -417,11 +426,9 @@ def _model_config(values: dict[str, Any], corpus: Source) -> LMConfig:
     if corpus.num_classes is not None:
         values.setdefault("num_classes", corpus.num_classes)
     try:
-        config = LMConfig.from_dict(values)
+        return LMConfig.from_dict(values)
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
-    vocabulary_fits(corpus, config.vocab_size)
-    return config
 
 
 def _refuse_other(
@@ -473,20 +480,26 @@ def _build(folder: RunFolder, ready: _Ready, group: Group) -> Run:
         folder.cut_metrics(0)
         folder.previous.unlink(missing_ok=True)  # of a run whose last one somebody deleted
     if group.leads:
-        _write_config(folder, trainer, model_config)
+        _write_config(folder, trainer, ready)
     begins_anew = ready.recorded is not None and ready.choice is None
     resumed = ready.choice is not None
     return Run(folder, model_config, config, corpus, trainer, resumed, begins_anew)
 
 
-def _write_config(folder: RunFolder, trainer: Trainer, model_config: LMConfig) -> None:
+def _write_config(folder: RunFolder, trainer: Trainer, ready: _Ready) -> None:
     """config.json, and the tokenizer beside it."""
     corpus = trainer.corpus
+    begun: dict[str, Any] = {}
+    if ready.initial is not None:
+        begun = {INITIAL_WEIGHTS: ready.initial.weights_checksum()}
+    elif ready.choice is not None and INITIAL_WEIGHTS in ready.recorded:
+        begun = {INITIAL_WEIGHTS: ready.recorded[INITIAL_WEIGHTS]}
     if trainer.progress() < 1.0:  # of a finished run it says what was done, not what is asked for
         folder.write_config(
             {
-                "model": model_config.to_dict(),
+                "model": ready.model_config.to_dict(),
                 "train": trainer.config.to_dict(),
+                **begun,
                 "data": corpus.describe(),
                 "parameters": sum(p.numel() for p in trainer.model.parameters()),
                 "machine": {

@@ -45,7 +45,10 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
-    """ "auto" = bf16 autocast where the device is faster with it."""
+    """ "auto" = bf16 autocast where the device is faster with it. UserError for what is no
+    precision, which would otherwise compute in fp32."""
+    if name not in PRECISIONS:
+        raise UserError(f"precision: expected one of {', '.join(PRECISIONS)}, got {name!r}")
     if name != "auto":
         return name
     fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_fast_bf16()

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from ..models import CausalLM, LMConfig, SequenceClassifier
-from ..models._files import write_atomically
+from ..models.block import holds_run
 from .checkpoint import CHECKPOINT_FILE, RunFolder
 from .checkpoint_content import weights_problem
-from .config import TrainConfig, read_run
+from .config import INITIAL_WEIGHTS, TrainConfig, read_run
 from .errors import UserError
+from .exported import write_model
 from .initial import open_initial
 from .runtime import EXACT, resolve_device, resolve_precision, set_products
 from .tasks import TASKS
-from .tokenizers import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from .tokenizers import BYTES, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from .trainer import non_finite
 
 
@@ -44,12 +45,23 @@ class Trained:
 
 def initial_model(values: dict[str, Any], kind: type[torch.nn.Module]) -> torch.nn.Module:
     """The model of a run's config.json as it was before the first step: on the CPU, of class `kind`
-    (CausalLM or SequenceClassifier). torch's own generator is left as it was."""
+    (CausalLM or SequenceClassifier). torch's own generator is left as it was.
+
+    Raises:
+        UserError: the weights that it began with cannot be read, or its folder holds others now.
+            Runs of earlier versions did not note which they were.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(values["train"]["seed"])
         model = kind(LMConfig.from_dict(values["model"]))
     if values["train"].get("init_from"):
-        open_initial(values["train"]["init_from"]).load_into(model)
+        initial = open_initial(values["train"]["init_from"])
+        noted = values.get(INITIAL_WEIGHTS)
+        if noted is not None and initial.weights_checksum() != noted:
+            raise UserError(
+                f"init-from: {initial.name} holds other weights than the run began with"
+            )
+        initial.load_into(model)
     return model
 
 
@@ -126,18 +138,23 @@ def _load_model_folder(path: Path) -> CausalLM:
 def export_trained(path: str, out: str | None = None) -> Path:
     """Writes the model of a run's last checkpoint as config.json and model.safetensors, which
     `CausalLM.load` and C++ read, and tokenizer.json where tokens are not bytes; the folder: `out`,
-    or the run's own model/.
+    or the run's own model/. What an earlier model left there is replaced or removed.
 
     Raises:
-        UserError: there is no such checkpoint, or it is damaged.
+        UserError: there is no such checkpoint, it is damaged, or `out` is a run's folder, whose own
+            config.json would be lost.
     """
     folder = RunFolder(path)
     if not folder.has_checkpoint:
         raise UserError(f"export: {path} is not a run folder: it holds no checkpoint")
-    model = load_trained(path, "cpu").model
     target = folder.model if out is None else Path(out)
-    model.save(target, metadata={"step": str(folder.choose().step)})
-    kept = folder.path / TOKENIZER_FILE
-    if kept.exists():
-        write_atomically(target / TOKENIZER_FILE, kept.read_bytes())
+    if holds_run(target):
+        raise UserError(
+            f"export: out: {target}: expected a folder for a model; got a run, whose config.json "
+            f"would be lost: name another folder, or none for {folder.model}"
+        )
+    trained = load_trained(path, "cpu")
+    is_of_file = isinstance(trained.tokenizer, FileTokenizer)
+    tokenizer = (folder.path / TOKENIZER_FILE).read_bytes() if is_of_file else None
+    write_model(trained.model, target, step=str(folder.choose().step), tokenizer=tokenizer)
     return target
