@@ -190,9 +190,28 @@ def make_linear(
 
 
 def with_memory(module: nn.Module, device: torch.device) -> nn.Module:
-    """``module.to_empty(device=device)``, without what torch imports at the first such call: sympy
-    and its own symbolic shapes, most of a second."""
-    return module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    """``module.to_empty(device=device)`` of a module on the meta device that nobody has used yet;
+    what was one parameter or buffer of several modules stays one.
+
+    New parameters take the places of the others. torch's own way swaps the two instead where its
+    FakeTensorMode is on, and fails; and what it imports at the first call (sympy and its symbolic
+    shapes) takes most of a second.
+    """
+    made: dict[Tensor, Tensor] = {}
+
+    def with_own_memory(t: Tensor) -> Tensor:
+        if t not in made:
+            empty = torch.empty(t.shape, dtype=t.dtype, device=device)
+            is_parameter = isinstance(t, nn.Parameter)
+            made[t] = nn.Parameter(empty, t.requires_grad) if is_parameter else empty
+        return made[t]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, t in tensors.items():
+                if t is not None:
+                    tensors[name] = with_own_memory(t)
+    return module
 
 
 def stacked_rows(linear: nn.Linear) -> list[int]:
