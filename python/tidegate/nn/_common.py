@@ -144,10 +144,17 @@ def are_all_listened_to() -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of this module does more than its class says: a hook sees what goes in or
-    comes out, or accelerate has put a `forward` of its own there."""
+    """Whether a call of this module does more than its class says: a hook of its own sees what goes
+    in or comes out, or accelerate has put a `forward` of its own there."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
+
+
+def is_listened_to(module: nn.Module) -> bool:
+    """Whether a call of this module does more than its class says, or a hook, one of its own or of
+    all modules, sees the call or its gradients: no other code may then do the module's work."""
+    hooks = module._backward_hooks or module._backward_pre_hooks
+    return is_hooked(module) or bool(hooks) or are_all_listened_to()
 
 
 def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
@@ -155,9 +162,7 @@ def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
     and nobody listening to its calls: then one op may do its work together with a neighbour's."""
     return (
         type(module) in classes
-        and not are_all_listened_to()
-        and not is_hooked(module)
-        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not is_listened_to(module)
         and all(p is None or type(p) is nn.Parameter for p in module._parameters.values())
     )
 
@@ -220,9 +225,10 @@ def stacked_rows(linear: nn.Linear) -> list[int]:
 
 
 def is_its_weight(linear: nn.Module) -> bool:
-    """Whether a call of this linear layer does nothing but multiply by its weight. An adapter in
-    its place (PEFT's LoRA) adds to that, hooks may change it, and accelerate brings the weight."""
-    return type(linear) in (nn.Linear, Linear) and not is_hooked(linear)
+    """Whether a call of this linear layer does nothing but multiply by its weight, and nobody
+    misses it. An adapter in its place (PEFT's LoRA) adds to that, hooks may change it or wait for
+    its gradients, and accelerate brings the weight."""
+    return type(linear) in (nn.Linear, Linear) and not is_listened_to(linear)
 
 
 def weight_of(linear: nn.Module, device: torch.device) -> Tensor:

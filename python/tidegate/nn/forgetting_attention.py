@@ -15,6 +15,7 @@ from ._attention_state import AttentionState
 from ._common import (
     LEAST_PRUNED_BYTES,
     RMSNorm,
+    are_all_listened_to,
     bounded_gate,
     bounded_log_gate,
     check_choice,
@@ -55,10 +56,11 @@ def _parse_init(gate_init: object, heads: int) -> tuple[float, float] | GateInit
 
 def _bounds_its_rows(norm: nn.Module | None) -> bool:
     """Whether what `norm` makes is bounded by its weights: that of an RMS norm is, that of another
-    module in its place, or of a norm whose results a hook changes, may not be."""
+    module in its place, or of a norm whose results a hook, of its own or of all modules, changes,
+    may not be."""
     if type(norm) not in (RMSNorm, nn.RMSNorm, HeadNorm) or norm.weight is None:
         return False
-    return not is_hooked(norm)
+    return not (is_hooked(norm) or are_all_listened_to())
 
 
 class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
