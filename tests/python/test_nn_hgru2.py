@@ -375,6 +375,12 @@ def test_bad_arguments():
         ),
         r"state: expected a pair \(s, z\) with normalize=True; got a tensor": lambda: normal(x, s),
         r"state: expected a tensor with normalize=False; got a tuple": lambda: gla(x, (s, z)),
+        r"state: expected a tensor with normalize=False; got a int$": lambda: gla(x, 3),
+        r"state: expected a pair \(s, z\) .*; got a int$": lambda: normal(x, 3),
+        r"state: expected a pair \(s, z\) .*; got None": lambda: normal.step(x[:, 0], None),
+        r"state: expected a pair \(s, z\) .*; got a tuple of 3": lambda: normal(x, (s, z, z)),
+        r"state: expected a pair \(s, z\) .*; got a dict": lambda: normal(x, {"s": s, "z": z}),
+        r"gamma: expected None with lower_bound=False; got a float": lambda: gla(x, gamma=0.5),
         r"state: z: expected \[2, 2, 3\]; got \(2, 2, 2\)": lambda: normal(x, (s, z[..., :2])),
     }
     for message, call in calls.items():

@@ -63,6 +63,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def kind_of(value: object) -> str:
+    """What errors call a value of another type than expected: None, "a tensor", "a float"."""
+    if value is None:
+        return "None"
+    return "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
 def check_switch(owner: str, option: str, value: object) -> None:
     """Raises ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
@@ -97,7 +104,7 @@ def check_mixer_input(
 def refuse_gamma(owner: str, gamma: Tensor | None, why: str = "") -> None:
     """Raises ValueError where a lower bound is given to a mixer that takes none."""
     if gamma is not None:
-        raise ValueError(f"{owner}: gamma: expected None{why}; got a tensor")
+        raise ValueError(f"{owner}: gamma: expected None{why}; got {kind_of(gamma)}")
 
 
 def check_gamma_width(owner: str, gamma: Tensor | None, axis: str, size: int) -> None:

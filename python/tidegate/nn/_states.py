@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ._common import check_mixer_input, wide_dtype
+from ._common import check_mixer_input, kind_of, wide_dtype
 
 
 def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -34,8 +34,7 @@ def check_state_tensor(name: str, state: object, shape: Sequence[int], dtype: to
     """Raises ValueError, beginning with `name` (module and state), unless `state` is a tensor of
     this shape and dtype."""
     if not isinstance(state, Tensor):
-        given = "None" if state is None else f"a {type(state).__name__}"
-        raise ValueError(f"{name}: expected {list(shape)}; got {given}")
+        raise ValueError(f"{name}: expected {list(shape)}; got {kind_of(state)}")
     if tuple(state.shape) != tuple(shape):
         raise ValueError(f"{name}: expected {list(shape)}; got {tuple(state.shape)}")
     if state.dtype != dtype:

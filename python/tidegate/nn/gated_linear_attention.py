@@ -19,6 +19,7 @@ from ._common import (
     check_positive,
     check_switch,
     gated_norm,
+    kind_of,
     make_linear,
     make_norm,
     reset_linear,
@@ -303,9 +304,11 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         self, state: Tensor | GLAState, x: Tensor, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """S and z, checked."""
-        if isinstance(state, Tensor) == self.normalize or self.normalize and len(state) != 2:
+        is_list = isinstance(state, (tuple, list))
+        if not (is_list and len(state) == 2 if self.normalize else isinstance(state, Tensor)):
             wanted = "a pair (s, z)" if self.normalize else "a tensor"
-            given = "a tensor" if self.normalize else "a tuple"
+            count = f" of {len(state)}" if is_list and self.normalize else ""
+            given = kind_of(state) + count
             raise ValueError(
                 f"{self._owner}: state: expected {wanted} with normalize={self.normalize}; "
                 f"got {given}"
