@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,16 @@ def check_positive(owner: str, option: str, value: object) -> None:
 def is_number(value: object) -> bool:
     """Whether it is a number: True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a number, neither infinite nor NaN, that a float can hold."""
+    return is_number(value) and abs(value) <= sys.float_info.max
+
+
+def number_text(value: object) -> str:
+    """What errors call a value that should have been another number: -1 for -1.0, as in C++."""
+    return f"{value:g}" if is_finite(value) else repr(value)
 
 
 def kind_of(value: object) -> str:
@@ -374,10 +385,10 @@ def norm_and_project(
     return linear(gated_norm(norm, x, gate, activation, gate_first))
 
 
-def check_eps(eps: float) -> None:
+def check_eps(eps: object) -> None:
     """Raises ValueError for an epsilon that no norm can add."""
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"norm: eps: expected 0 or more; got {eps}")
+    if not (is_finite(eps) and eps >= 0):
+        raise ValueError(f"norm: eps: expected 0 or more; got {number_text(eps)}")
 
 
 def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,19 @@ from ._common import check_mixer_input, kind_of, wide_dtype
 def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """N: how many sequences x ``[B, T, dim]`` holds."""
     return x.size(0) if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
+
+
+def check_sizes(owner: str, batch: object, capacity: object) -> None:
+    """Raises ValueError unless both sizes that init_state() takes are integers of at least zero, or
+    the capacity None. A compiler's symbols are integers, which it checks itself."""
+    sizes = {"batch": batch} if capacity is None else {"batch": batch, "capacity": capacity}
+    for name, size in sizes.items():
+        if isinstance(size, torch.SymInt):
+            continue
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 0:
+            raise ValueError(
+                f"{owner}.init_state: {name}: expected an integer of 0 or more; got {size!r}"
+            )
 
 
 def empty_state(
@@ -149,6 +163,7 @@ class TensorStateMixer(nn.Module):
         mixer is bidirectional.
         """
         self._refuse_bidirectional("init_state()")
+        check_sizes(self._owner, batch, capacity)
         shape = (batch, *self.state_shape)
         return empty_state(self._own_weight(), *shape, device=device, dtype=dtype)
 

@@ -24,6 +24,7 @@ from ._common import (
     is_hooked,
     is_number,
     make_linear,
+    number_text,
     reset_linear,
     wide_dtype,
     widen,
@@ -176,8 +177,9 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
                 "bound; got True"
             )
         if prune is not None and not (is_number(prune) and 0 < prune < 1):
-            given = f"{prune:g}" if is_number(prune) else repr(prune)
-            raise ValueError(f"{owner}: prune: expected a number between 0 and 1; got {given}")
+            raise ValueError(
+                f"{owner}: prune: expected a number between 0 and 1; got {number_text(prune)}"
+            )
         check_switch(owner, "drop_pruned", drop_pruned)
         if drop_pruned and (prune is None or not self.qk_norm):
             raise ValueError(

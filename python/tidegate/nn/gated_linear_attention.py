@@ -19,6 +19,7 @@ from ._common import (
     check_positive,
     check_switch,
     gated_norm,
+    is_finite,
     kind_of,
     make_linear,
     make_norm,
@@ -31,6 +32,7 @@ from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._lower_bound import OptionalLowerBound
 from ._states import (
     check_own_memory,
+    check_sizes,
     check_state_tensor,
     empty_state,
     refuse_gradients,
@@ -133,9 +135,9 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
     ) -> None:
         super().__init__()
         owner = self._owner
+        check_positive(owner, "dim", dim)
         key_dim = max(dim // 2, 1) if key_dim is None else key_dim
         value_dim = dim if value_dim is None else value_dim
-        check_positive(owner, "dim", dim)
         check_positive(owner, "num_heads", num_heads)
         for name, width in (("key_dim", key_dim), ("value_dim", value_dim)):
             check_positive(owner, name, width)
@@ -157,7 +159,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         check_choice(owner, "norm", norm, NORMS_OR_NONE)
         if gate_temperature is None:
             gate_temperature = 16.0 if gate == "vector" else 1.0
-        if not gate_temperature > 0:
+        if not (is_finite(gate_temperature) and gate_temperature > 0):
             raise ValueError(
                 f"{owner}: gate_temperature: expected a positive number; got {gate_temperature!r}"
             )
@@ -231,6 +233,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
         capacity (tokens to come) is ignored: the state has one size.
         """
+        check_sizes(self._owner, batch, capacity)
         s, *z = (
             empty_state(self.out_proj.weight, batch, *shape, device=device, dtype=dtype)
             for shape in self._state_shapes()
