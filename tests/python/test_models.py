@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tidegate
 from tidegate.models import (
@@ -23,6 +24,7 @@ from tidegate.models import (
     presets,
 )
 from tidegate.nn import GatedLinearRNN
+from tidegate.nn._common import with_memory
 
 SMALL = LMConfig(mixer="hgrn", vocab_size=11, dim=8, layers=3, glu_hidden=12)
 VARIANTS = {
@@ -421,6 +423,42 @@ def test_seeded_reset():
         model.reset_parameters()
         for (name, one), two in zip(model.named_parameters(), built.parameters(), strict=True):
             assert torch.equal(one, two), name
+
+
+@pytest.mark.parametrize("name", list(mixers()))
+def test_fake_tensors(name):
+    """torch's way to ask for shapes and dtypes without memory builds models and runs them: moving
+    them from the meta device had failed there."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # imports sympy
+
+    config = LMConfig(dim=64, vocab_size=11, layers=2, mixer=name)
+    with FakeTensorMode():
+        mixers()[name](64)
+        model = CausalLM(config)
+        out = model(torch.zeros(2, 3, dtype=torch.long), "next", return_logits=True)
+        out.loss.backward()
+    assert out.logits.shape == (2, 3, 11)
+    for p in model.parameters():
+        assert isinstance(p, nn.Parameter)
+        assert isinstance(p.data, FakeTensor)
+        assert p.device.type == "cpu"
+
+
+def test_memory_of_parameters_that_modules_share():
+    """They stay one, and so do their kinds, dtypes and whether they are trained."""
+    one, other = (nn.Linear(2, 3, device="meta", dtype=torch.float16) for _ in range(2))
+    other.weight = one.weight
+    other.bias.requires_grad_(False)
+    for part in (one, other):
+        part.register_buffer("seen", one.bias.detach() if part is one else one.seen)
+    both = with_memory(nn.Sequential(one, other), torch.device("cpu"))
+    assert other.weight is one.weight
+    assert other.bias is not one.bias
+    assert other.seen is one.seen
+    for t in (*both.parameters(), one.seen):
+        assert (t.device.type, t.dtype) == ("cpu", torch.float16)
+    assert not isinstance(one.seen, nn.Parameter)
+    assert [p.requires_grad for p in both.parameters()] == [True, True, False]
 
 
 def test_half(ids):

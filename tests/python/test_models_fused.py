@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tidegate.models import Block, CausalLM, LMConfig
+from tidegate.models import Block, CausalLM, LMConfig, mixers
 from tidegate.nn import GLU
 from tidegate.nn._common import add_norm, gated_norm, make_linear, make_norm, norm_and_project
 
@@ -151,6 +151,40 @@ def test_hooks_of_all_modules_hear_all_of_them(register, device) -> None:
         handle.remove()
     glu, (norm, projection) = pair
     assert {glu, glu.in_proj, glu.out_proj, norm, projection} <= set(heard)
+
+
+OWN = [
+    nn.Module.register_forward_hook,
+    nn.Module.register_forward_pre_hook,
+    nn.Module.register_full_backward_hook,
+    nn.Module.register_full_backward_pre_hook,
+    nn.Module.register_backward_hook,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using .*non-full")
+@pytest.mark.parametrize("register", [*OWN, *REGISTER], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mixer", list(mixers()))
+def test_hooks_hear_every_module_of_a_model(mixer, register) -> None:
+    """Where a neighbour reads the weight of a projection or of the head, the module was not called,
+    and its hooks never ran: those of the backward pass, and those of all modules."""
+    options = {"rwkv4": {"time_shift": True}}.get(mixer, {})
+    config = LMConfig(
+        dim=64, vocab_size=29, layers=2, mixer=mixer, mixer_options=options, tied=False
+    )
+    model = CausalLM(config)
+    parts = {m for m in model.modules() if any(True for _ in m.parameters(recurse=False))}
+    heard: set[nn.Module] = set()
+    handles = [
+        register(*place, lambda module, *_: heard.add(module))
+        for place in ([(part,) for part in parts] if register in OWN else [()])
+    ]
+    try:
+        model(torch.zeros(1, 3, dtype=torch.long), "next").loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not {name for name, m in model.named_modules() if m in parts - heard}
 
 
 def test_torch_counts_all_products(device) -> None:

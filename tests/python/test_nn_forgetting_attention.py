@@ -16,6 +16,7 @@ from support.attention_mixers import FORGETTING_DIM as DIM
 from support.attention_mixers import FORGETTING_HEADS as HEADS
 from support.attention_mixers import forgetting as make
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from tidegate.models import CausalLM, LMConfig
 from tidegate.nn import Attention, ForgettingAttention
@@ -228,7 +229,7 @@ def test_a_pruned_step_reads_what_can_be_seen():
 
 
 @torch.no_grad()
-def test_a_step_prunes_only_by_norms_that_bound_their_rows():
+def test_a_step_prunes_only_by_norms_that_bound_their_rows(request):
     """Another norm in place of the one that was built, or a hook on it, may make keys of any
     length: then every key is read, as without pruning."""
 
@@ -248,8 +249,14 @@ def test_a_step_prunes_only_by_norms_that_bound_their_rows():
     def with_hook(mixer):
         mixer.k_norm.register_forward_hook(lambda module, inputs, output: 30 * output)
 
+    def with_hook_of_all_modules(mixer):
+        def lengthen(module, inputs, output):
+            return 30 * output if module is mixer.k_norm else None
+
+        request.addfinalizer(register_module_forward_hook(lengthen).remove)
+
     x = torch.randn(1, 301, DIM, dtype=torch.float64)
-    for edit in (with_layer_norm, with_identity, with_hook):
+    for edit in (with_layer_norm, with_identity, with_hook, with_hook_of_all_modules):
         mixer = edited(edit)
         _, state = mixer(x[:, :300], mixer.init_state(1, capacity=301))
         other = copy.deepcopy(state)

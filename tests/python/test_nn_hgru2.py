@@ -315,11 +315,17 @@ ERRORS = [
         {"num_heads": 2, "gate_temperature": 0},
         r"gate_temperature: expected a positive number; got 0",
     ),
+    (
+        GatedLinearAttention,
+        {"num_heads": 2, "gate_temperature": "16"},
+        r"GatedLinearAttention: gate_temperature: expected a positive number; got '16'",
+    ),
+    (HGRU2, {"norm_eps": "0"}, r"norm: eps: expected 0 or more; got '0'"),
     (GatedLinearAttention, {"num_heads": 2, "normalize": "no"}, r"normalize: expected True or Fal"),
     (
         GatedLinearAttention,
         {"num_heads": 2, "norm_eps": -1},
-        r"norm: eps: expected 0 or more; got -",
+        r"norm: eps: expected 0 or more; got -1",
     ),
     (
         GatedLinearAttention,
@@ -333,6 +339,12 @@ ERRORS = [
 def test_bad_options(cls, options, message):
     with pytest.raises(ValueError, match=message):
         cls(DIM, **options)
+
+
+def test_a_width_that_is_no_number_is_refused():
+    """Before half of it is taken for the keys."""
+    with pytest.raises(ValueError, match="Attention: dim: expected a positive integer; got 'x'"):
+        GatedLinearAttention("x")
 
 
 def test_widths_that_heads_of_128_do_not_fit():
@@ -375,6 +387,12 @@ def test_bad_arguments():
         ),
         r"state: expected a pair \(s, z\) with normalize=True; got a tensor": lambda: normal(x, s),
         r"state: expected a tensor with normalize=False; got a tuple": lambda: gla(x, (s, z)),
+        r"state: expected a tensor with normalize=False; got a int$": lambda: gla(x, 3),
+        r"state: expected a pair \(s, z\) .*; got a int$": lambda: normal(x, 3),
+        r"state: expected a pair \(s, z\) .*; got None": lambda: normal.step(x[:, 0], None),
+        r"state: expected a pair \(s, z\) .*; got a tuple of 3": lambda: normal(x, (s, z, z)),
+        r"state: expected a pair \(s, z\) .*; got a dict": lambda: normal(x, {"s": s, "z": z}),
+        r"gamma: expected None with lower_bound=False; got a float": lambda: gla(x, gamma=0.5),
         r"state: z: expected \[2, 2, 3\]; got \(2, 2, 2\)": lambda: normal(x, (s, z[..., :2])),
     }
     for message, call in calls.items():

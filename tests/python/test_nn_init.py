@@ -220,6 +220,9 @@ def test_a_gate_bias_is_trained_and_steps_as_it_mixes(name):
             "gumbel_gate: expected None unless forget_gate='data', .*; got 0.9",
         ),
         ({"gumbel_gate": 0.0}, "gumbel_gate: expected a number above 0; got 0.0"),
+        ({"gumbel_gate": "0.5"}, "gumbel_gate: expected a number above 0; got '0.5'"),
+        ({"gumbel_gate": True}, "gumbel_gate: expected a number above 0; got True"),
+        ({"gumbel_gate": math.inf}, "gumbel_gate: expected a number above 0; got inf"),
     ],
 )
 def test_gate_options_without_a_gate_are_refused(options, message):

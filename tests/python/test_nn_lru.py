@@ -239,6 +239,11 @@ def test_wrong_input_is_refused(cls):
             lambda: cls(4, r_min=0.95, r_max=0.5),
             f"{name}: r_min, r_max: expected 0 <= r_min <= r_max <= 1.*; got 0.95 and 0.5",
         ),
+        (
+            lambda: cls(4, r_min="0", r_max=None),
+            f"{name}: r_min, r_max: expected 0 <= r_min <= r_max <= 1.*; got '0' and None",
+        ),
+        (lambda: cls(None), f"{name}: dim: expected a positive integer; got None"),
     ):
         with pytest.raises(ValueError, match=message):
             use()
@@ -247,5 +252,7 @@ def test_wrong_input_is_refused(cls):
 def test_wrong_options_of_lru_are_refused():
     with pytest.raises(ValueError, match="LRU: gate: expected one of None, 'data'; got 'fixed'"):
         LRU(4, gate="fixed")
-    with pytest.raises(ValueError, match="LRU: max_phase: expected a number above 0; got -1"):
-        LRU(4, max_phase=-1.0)
+    for phase, given in ((-1.0, "-1"), (math.inf, "inf"), (math.nan, "nan"), ("1", "'1'")):
+        message = f"LRU: max_phase: expected a number above 0; got {given}$"
+        with pytest.raises(ValueError, match=message):
+            LRU(4, max_phase=phase)

@@ -1,11 +1,16 @@
-"""`tidegate.nn.GLU` and `LowerBounds`."""
+"""`tidegate.nn.GLU` and `LowerBounds`, and what is said of wrong options of any module."""
 
 from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tidegate.models import mixers
 from tidegate.nn import GLU, LowerBounds
 
 
@@ -110,3 +115,27 @@ def test_half_keeps_logits():
     wide = half.double().half()
     assert wide.logits.dtype == wide.logits.grad.dtype == wide().dtype == torch.float32
     assert LowerBounds(2, 2, dtype=torch.bfloat16)().dtype == torch.float32
+
+
+def numbers_of_modules() -> list[tuple[type, str, str]]:
+    """Each module with each of its options that is a number, and the kind of number."""
+    return [
+        (cls, option, kind)
+        for cls in dict.fromkeys((*mixers().values(), GLU, LowerBounds))
+        for option, parameter in inspect.signature(cls).parameters.items()
+        if (kind := str(parameter.annotation).split(" | ")[0]) in ("int", "float")
+        and not option.endswith("norm_eps")  # of which norms say what they expect
+    ]
+
+
+@pytest.mark.parametrize(("cls", "option", "kind"), numbers_of_modules())
+def test_what_is_no_number_is_refused_by_name(cls, option, kind):
+    """In the module's words, not by a comparison that fails somewhere in it."""
+    others: dict[str, Any] = {"dim": 8} | ({"layers": 2} if cls is LowerBounds else {})
+    if option == "rank":
+        others |= {"expansion": "lr", "expand": 2}
+    if (cls.__name__, option) == ("LRU", "gumbel_gate"):
+        others["gate"] = "data"
+    for wrong in ("0.5", [1], {}, True, math.nan, -1, *([0.5] if kind == "int" else [])):
+        with pytest.raises(ValueError, match=rf"^{cls.__name__}: (r_min, )?{option}\b.*: expected"):
+            cls(**{**others, option: wrong})

@@ -171,6 +171,7 @@ def test_options_go_before_the_layers_depth() -> None:
         (lambda _: RWKV4(0), "RWKV4: dim: expected a positive integer; got 0"),
         (lambda _: RWKV4(3, decay_init="fast"), "decay_init: expected one of 'speed', 'uniform'"),
         (lambda _: RWKV4(3, depth=1.5), "RWKV4: depth: expected a number from 0 to 1; got 1.5"),
+        (lambda _: RWKV4(3, depth="1"), "RWKV4: depth: expected a number from 0 to 1; got '1'"),
     ],
 )
 def test_wrong_input_is_refused(use, message: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -148,6 +150,43 @@ def test_an_absent_state_is_refused():
             mixer.step(torch.zeros(2, DIM), None)
         with pytest.raises(ValueError, match=rf"state: expected \[2, {shape}\]; got a tuple"):
             mixer.step(torch.zeros(2, DIM), (mixer.init_state(2),))
+
+
+@pytest.mark.parametrize("size", [-1, 2.0, "2", True])
+@by_mixer
+def test_sizes_that_are_no_counts_are_refused(which, size):
+    owner, mixer = MIXERS[which][0], make(which)[0]
+    calls = {
+        "batch": lambda: mixer.init_state(size),
+        "capacity": lambda: mixer.init_state(2, capacity=size),
+    }
+    for name, call in calls.items():
+        said = f"{owner}.init_state: {name}: expected an integer of 0 or more; got {size!r}"
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            call()
+
+
+@pytest.mark.parametrize("which", ["HGRU", "GLA normalised", "Attention"])
+def test_sizes_may_be_numpys_or_a_compilers(which):
+    torch._dynamo.reset()
+    mixer = make(which)[0]
+    for part in parts_of(mixer.init_state(np.int64(0), capacity=np.int32(4))):
+        assert part.numel() == 0 or part.shape == (2,)
+
+    class Empty(torch.nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return parts_of(mixer.init_state(x.size(0), capacity=x.size(1)))
+
+    compiled = torch.compile(Empty(), backend="eager", fullgraph=True, dynamic=True)
+    sizes = torch.export.Dim.AUTO
+    exported = torch.export.export(
+        Empty(), (torch.zeros(3, 5),), dynamic_shapes=({0: sizes, 1: sizes},)
+    ).module()
+    for shape in ((3, 5), (4, 6)):
+        wanted = mixer.init_state(shape[0], capacity=shape[1])
+        for made in (compiled, exported):
+            for part, other in zip(made(torch.zeros(shape)), parts_of(wanted), strict=True):
+                assert part.shape == other.shape
 
 
 @by_mixer

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn._common import Linear, is_hooked, make_linear, normal_
+from ..nn._common import Linear, is_listened_to, make_linear, normal_
 from ._inputs import (
     IGNORED,
     check_ids,
@@ -80,10 +80,10 @@ class CausalLM(Model):
 
     def _is_head_linear(self) -> bool:
         """Whether the head is its weight and bias and nothing else: no adapter stands in its place,
-        and no hook is on it."""
+        and no hook waits for its calls or gradients."""
         head = self.head
         return head is None or (
-            type(head).forward in (nn.Linear.forward, Linear.forward) and not is_hooked(head)
+            type(head).forward in (nn.Linear.forward, Linear.forward) and not is_listened_to(head)
         )
 
     def _loss(self, x: Tensor, labels: Tensor, label_smoothing: float, z_loss: float) -> Tensor:

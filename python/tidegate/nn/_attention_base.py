@@ -38,7 +38,7 @@ from ._common import (
     wide_dtype,
     widen,
 )
-from ._states import check_own_memory, check_state_tensor, refuse_gradients
+from ._states import check_own_memory, check_sizes, check_state_tensor, refuse_gradients
 
 PRESETS = ("llama", "pro")
 
@@ -296,6 +296,7 @@ class SoftmaxAttention(KeepsFloat32, ABC):
         capacity: for how many tokens a sequence there is room; one more is an error. None: memory
         is doubled whenever it is full.
         """
+        check_sizes(self._owner, batch, capacity)
         weight = self.out_proj.weight
         dtype = weight.dtype if dtype is None else dtype
         return empty_attention_state(

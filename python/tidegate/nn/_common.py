@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,23 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_finite(value: object) -> bool:
+    """Whether it is a number, neither infinite nor NaN, that a float can hold."""
+    return is_number(value) and abs(value) <= sys.float_info.max
+
+
+def number_text(value: object) -> str:
+    """What errors call a value that should have been another number: -1 for -1.0, as in C++."""
+    return f"{value:g}" if is_finite(value) else repr(value)
+
+
+def kind_of(value: object) -> str:
+    """What errors call a value of another type than expected: None, "a tensor", "a float"."""
+    if value is None:
+        return "None"
+    return "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
 def check_switch(owner: str, option: str, value: object) -> None:
     """Raises ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
@@ -102,7 +120,7 @@ def check_mixer_input(
 def refuse_gamma(owner: str, gamma: Tensor | None, why: str = "") -> None:
     """Raises ValueError where a lower bound is given to a mixer that takes none."""
     if gamma is not None:
-        raise ValueError(f"{owner}: gamma: expected None{why}; got a tensor")
+        raise ValueError(f"{owner}: gamma: expected None{why}; got {kind_of(gamma)}")
 
 
 def check_gamma(owner: str, gamma: Tensor | None, axis: str, size: int, weight: Tensor) -> None:
@@ -158,10 +176,17 @@ def are_all_listened_to() -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of this module does more than its class says: a hook sees what goes in or
-    comes out, or accelerate has put a `forward` of its own there."""
+    """Whether a call of this module does more than its class says: a hook of its own sees what goes
+    in or comes out, or accelerate has put a `forward` of its own there."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
+
+
+def is_listened_to(module: nn.Module) -> bool:
+    """Whether a call of this module does more than its class says, or a hook, one of its own or of
+    all modules, sees the call or its gradients: no other code may then do the module's work."""
+    hooks = module._backward_hooks or module._backward_pre_hooks
+    return is_hooked(module) or bool(hooks) or are_all_listened_to()
 
 
 def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
@@ -169,9 +194,7 @@ def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
     and nobody listening to its calls: then one op may do its work together with a neighbour's."""
     return (
         type(module) in classes
-        and not are_all_listened_to()
-        and not is_hooked(module)
-        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not is_listened_to(module)
         and all(p is None or type(p) is nn.Parameter for p in module._parameters.values())
     )
 
@@ -204,9 +227,28 @@ def make_linear(
 
 
 def with_memory(module: nn.Module, device: torch.device) -> nn.Module:
-    """``module.to_empty(device=device)``, without what torch imports at the first such call: sympy
-    and its own symbolic shapes, most of a second."""
-    return module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    """``module.to_empty(device=device)`` of a module on the meta device that nobody has used yet;
+    what was one parameter or buffer of several modules stays one.
+
+    New parameters take the places of the others. torch's own way swaps the two instead where its
+    FakeTensorMode is on, and fails; and what it imports at the first call (sympy and its symbolic
+    shapes) takes most of a second.
+    """
+    made: dict[Tensor, Tensor] = {}
+
+    def with_own_memory(t: Tensor) -> Tensor:
+        if t not in made:
+            empty = torch.empty(t.shape, dtype=t.dtype, device=device)
+            is_parameter = isinstance(t, nn.Parameter)
+            made[t] = nn.Parameter(empty, t.requires_grad) if is_parameter else empty
+        return made[t]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, t in tensors.items():
+                if t is not None:
+                    tensors[name] = with_own_memory(t)
+    return module
 
 
 def stacked_rows(linear: nn.Linear) -> list[int]:
@@ -215,9 +257,10 @@ def stacked_rows(linear: nn.Linear) -> list[int]:
 
 
 def is_its_weight(linear: nn.Module) -> bool:
-    """Whether a call of this linear layer does nothing but multiply by its weight. An adapter in
-    its place (PEFT's LoRA) adds to that, hooks may change it, and accelerate brings the weight."""
-    return type(linear) in (nn.Linear, Linear) and not is_hooked(linear)
+    """Whether a call of this linear layer does nothing but multiply by its weight, and nobody
+    misses it. An adapter in its place (PEFT's LoRA) adds to that, hooks may change it or wait for
+    its gradients, and accelerate brings the weight."""
+    return type(linear) in (nn.Linear, Linear) and not is_listened_to(linear)
 
 
 def weight_of(linear: nn.Module, device: torch.device) -> Tensor:
@@ -356,10 +399,10 @@ def norm_and_project(
     return linear(gated_norm(norm, x, gate, activation, gate_first))
 
 
-def check_eps(eps: float) -> None:
+def check_eps(eps: object) -> None:
     """Raises ValueError for an epsilon that no norm can add."""
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"norm: eps: expected 0 or more; got {eps}")
+    if not (is_finite(eps) and eps >= 0):
+        raise ValueError(f"norm: eps: expected 0 or more; got {number_text(eps)}")
 
 
 def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:

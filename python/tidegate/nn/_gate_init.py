@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import init
-from ._common import widen
+from ._common import is_finite, widen
 
 _NUMBER = r"\d{1,9}(?:\.\d{1,9})?"
 _SPEC = re.compile(
@@ -58,9 +58,9 @@ def parse_gate_init(owner: str, text: object, channels: int, also: str = "") -> 
     )
 
 
-def check_gumbel_gate(owner: str, tau: float | None) -> None:
-    """Raises ValueError unless tau is None or above zero."""
-    if tau is not None and not tau > 0:
+def check_gumbel_gate(owner: str, tau: object) -> None:
+    """Raises ValueError unless tau is None or a finite number above zero."""
+    if tau is not None and not (is_finite(tau) and tau > 0):
         raise ValueError(f"{owner}: gumbel_gate: expected a number above 0; got {tau!r}")
 
 
@@ -69,7 +69,7 @@ def check_gate_options(
     has_data: bool,
     needed: str,
     gate_init: object,
-    gumbel_gate: float | None,
+    gumbel_gate: object,
     channels: int,
 ) -> None:
     """Checks both options of a gate, which depends on the data if `has_data`; else None alone fits.

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
-from ._common import check_mixer_input, wide_dtype
+from ._common import check_mixer_input, kind_of, wide_dtype
 
 
 def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """N: how many sequences x ``[B, T, dim]`` holds."""
     return x.size(0) if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
+
+
+def check_sizes(owner: str, batch: object, capacity: object) -> None:
+    """Raises ValueError unless both sizes that init_state() takes are integers of at least zero, or
+    the capacity None. A compiler's symbols are integers, which it checks itself."""
+    sizes = {"batch": batch} if capacity is None else {"batch": batch, "capacity": capacity}
+    for name, size in sizes.items():
+        if isinstance(size, torch.SymInt):
+            continue
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 0:
+            raise ValueError(
+                f"{owner}.init_state: {name}: expected an integer of 0 or more; got {size!r}"
+            )
 
 
 def empty_state(
@@ -34,8 +48,7 @@ def check_state_tensor(name: str, state: object, shape: Sequence[int], dtype: to
     """Raises ValueError, beginning with `name` (module and state), unless `state` is a tensor of
     this shape and dtype."""
     if not isinstance(state, Tensor):
-        given = "None" if state is None else f"a {type(state).__name__}"
-        raise ValueError(f"{name}: expected {list(shape)}; got {given}")
+        raise ValueError(f"{name}: expected {list(shape)}; got {kind_of(state)}")
     if tuple(state.shape) != tuple(shape):
         raise ValueError(f"{name}: expected {list(shape)}; got {tuple(state.shape)}")
     if state.dtype != dtype:
@@ -150,6 +163,7 @@ class TensorStateMixer(nn.Module):
         mixer is bidirectional.
         """
         self._refuse_bidirectional("init_state()")
+        check_sizes(self._owner, batch, capacity)
         shape = (batch, *self.state_shape)
         return empty_state(self._own_weight(), *shape, device=device, dtype=dtype)
 

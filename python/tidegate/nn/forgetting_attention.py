@@ -15,6 +15,7 @@ from ._attention_state import AttentionState
 from ._common import (
     LEAST_PRUNED_BYTES,
     RMSNorm,
+    are_all_listened_to,
     bounded_gate,
     bounded_log_gate,
     check_choice,
@@ -23,6 +24,7 @@ from ._common import (
     is_hooked,
     is_number,
     make_linear,
+    number_text,
     reset_linear,
     wide_dtype,
     widen,
@@ -55,10 +57,11 @@ def _parse_init(gate_init: object, heads: int) -> tuple[float, float] | GateInit
 
 def _bounds_its_rows(norm: nn.Module | None) -> bool:
     """Whether what `norm` makes is bounded by its weights: that of an RMS norm is, that of another
-    module in its place, or of a norm whose results a hook changes, may not be."""
+    module in its place, or of a norm whose results a hook, of its own or of all modules, changes,
+    may not be."""
     if type(norm) not in (RMSNorm, nn.RMSNorm, HeadNorm) or norm.weight is None:
         return False
-    return not is_hooked(norm)
+    return not (is_hooked(norm) or are_all_listened_to())
 
 
 class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
@@ -174,8 +177,9 @@ class ForgettingAttention(OptionalLowerBound, SoftmaxAttention):
                 "bound; got True"
             )
         if prune is not None and not (is_number(prune) and 0 < prune < 1):
-            given = f"{prune:g}" if is_number(prune) else repr(prune)
-            raise ValueError(f"{owner}: prune: expected a number between 0 and 1; got {given}")
+            raise ValueError(
+                f"{owner}: prune: expected a number between 0 and 1; got {number_text(prune)}"
+            )
         check_switch(owner, "drop_pruned", drop_pruned)
         if drop_pruned and (prune is None or not self.qk_norm):
             raise ValueError(

@@ -19,6 +19,8 @@ from ._common import (
     check_positive,
     check_switch,
     gated_norm,
+    is_finite,
+    kind_of,
     make_linear,
     make_norm,
     reset_linear,
@@ -30,6 +32,7 @@ from ._gate_init import check_gate_options, gumbel_gate, parse_gate_init
 from ._lower_bound import OptionalLowerBound
 from ._states import (
     check_own_memory,
+    check_sizes,
     check_state_tensor,
     empty_state,
     refuse_gradients,
@@ -132,9 +135,9 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
     ) -> None:
         super().__init__()
         owner = self._owner
+        check_positive(owner, "dim", dim)
         key_dim = max(dim // 2, 1) if key_dim is None else key_dim
         value_dim = dim if value_dim is None else value_dim
-        check_positive(owner, "dim", dim)
         check_positive(owner, "num_heads", num_heads)
         for name, width in (("key_dim", key_dim), ("value_dim", value_dim)):
             check_positive(owner, name, width)
@@ -156,7 +159,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         check_choice(owner, "norm", norm, NORMS_OR_NONE)
         if gate_temperature is None:
             gate_temperature = 16.0 if gate == "vector" else 1.0
-        if not gate_temperature > 0:
+        if not (is_finite(gate_temperature) and gate_temperature > 0):
             raise ValueError(
                 f"{owner}: gate_temperature: expected a positive number; got {gate_temperature!r}"
             )
@@ -230,6 +233,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         device and dtype default to the module's; the state is fp32, or fp64 for dtype float64.
         capacity (tokens to come) is ignored: the state has one size.
         """
+        check_sizes(self._owner, batch, capacity)
         s, *z = (
             empty_state(self.out_proj.weight, batch, *shape, device=device, dtype=dtype)
             for shape in self._state_shapes()
@@ -306,9 +310,11 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         self, state: Tensor | GLAState, x: Tensor, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """S and z, checked."""
-        if isinstance(state, Tensor) == self.normalize or self.normalize and len(state) != 2:
+        is_list = isinstance(state, (tuple, list))
+        if not (is_list and len(state) == 2 if self.normalize else isinstance(state, Tensor)):
             wanted = "a pair (s, z)" if self.normalize else "a tensor"
-            given = "a tensor" if self.normalize else "a tuple"
+            count = f" of {len(state)}" if is_list and self.normalize else ""
+            given = kind_of(state) + count
             raise ValueError(
                 f"{self._owner}: state: expected {wanted} with normalize={self.normalize}; "
                 f"got {given}"

@@ -15,8 +15,10 @@ from ._common import (
     check_choice,
     check_positive,
     check_switch,
+    is_finite,
     make_linear,
     normal_,
+    number_text,
     refuse_gamma,
     reset_linear,
     wide_dtype,
@@ -38,7 +40,7 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
     def __init__(
         self,
         dim: int,
-        state: int,
+        state: int | None,
         is_complex: bool,
         skip: bool,
         r_min: float,
@@ -48,12 +50,15 @@ class _LinearRecurrentUnit(KeepsFloat32, TensorStateMixer):
     ) -> None:
         super().__init__()
         check_positive(self._owner, "dim", dim)
+        if state is None:
+            state = dim if is_complex else 2 * dim
         check_positive(self._owner, "state", state)
         check_switch(self._owner, "skip", skip)
-        if not (0 <= r_min <= r_max <= 1 and r_max > 0 and r_min < 1):
+        are_numbers = is_finite(r_min) and is_finite(r_max)
+        if not (are_numbers and 0 <= r_min <= r_max <= 1 and r_max > 0 and r_min < 1):
             raise ValueError(
                 f"{self._owner}: r_min, r_max: expected 0 <= r_min <= r_max <= 1, not both 0 nor "
-                f"both 1; got {r_min:g} and {r_max:g}"
+                f"both 1; got {number_text(r_min)} and {number_text(r_max)}"
             )
         self.dim, self.state = dim, state
         self.skip = skip
@@ -195,11 +200,11 @@ class LRU(OptionalLowerBound, _LinearRecurrentUnit):
         device=None,
         dtype=None,
     ) -> None:
-        super().__init__(
-            dim, dim if state is None else state, True, skip, r_min, r_max, device, dtype
-        )
-        if not max_phase > 0:
-            raise ValueError(f"LRU: max_phase: expected a number above 0; got {max_phase:g}")
+        super().__init__(dim, state, True, skip, r_min, r_max, device, dtype)
+        if not (is_finite(max_phase) and max_phase > 0):
+            raise ValueError(
+                f"LRU: max_phase: expected a number above 0; got {number_text(max_phase)}"
+            )
         check_choice("LRU", "gate", gate, (None, "data"))
         options = (gate_init, gumbel_gate, self.state)
         check_gate_options("LRU", gate == "data", "gate='data'", *options)
@@ -335,8 +340,7 @@ class SLRU(_LinearRecurrentUnit):
         device=None,
         dtype=None,
     ) -> None:
-        width = 2 * dim if state is None else state
-        super().__init__(dim, width, False, skip, r_min, r_max, device, dtype)
+        super().__init__(dim, state, False, skip, r_min, r_max, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -16,8 +16,10 @@ from ._common import (
     check_positive,
     check_switch,
     constant_,
+    is_finite,
     is_its_weight,
     make_linear,
+    number_text,
     refuse_gamma,
     reset_linear,
     wide_dtype,
@@ -75,8 +77,10 @@ class RWKV4(KeepsFloat32, TensorStateMixer):
         check_positive("RWKV4", "dim", dim)
         check_switch("RWKV4", "time_shift", time_shift)
         check_choice("RWKV4", "decay_init", decay_init, ("speed", "uniform"))
-        if not 0.0 <= depth <= 1.0:
-            raise ValueError(f"RWKV4: depth: expected a number from 0 to 1; got {depth:g}")
+        if not (is_finite(depth) and 0.0 <= depth <= 1.0):
+            raise ValueError(
+                f"RWKV4: depth: expected a number from 0 to 1; got {number_text(depth)}"
+            )
         self.dim = dim
         self.time_shift = time_shift
         self.decay_init = decay_init
