@@ -32,6 +32,8 @@ SoftmaxAttentionSwitches resolve_switches(const char* owner, const Options& opti
                     "pairs; got ",
                     width);
   if (options.window()) check_positive(owner, "window", *options.window());
+  check_eps(owner, "norm_eps", options.norm_eps());
+  if (options.qk_norm_eps()) check_eps(owner, "qk_norm_eps", *options.qk_norm_eps());
   const bool is_pro = options.preset() == "pro";
   return {.owner = owner,
           .dim = options.dim(),

@@ -131,6 +131,11 @@ void check_positive(const char* owner, const char* option, int64_t value) {
   TORCH_CHECK_VALUE(value >= 1, owner, ": ", option, ": expected a positive integer; got ", value);
 }
 
+void check_eps(const char* owner, const char* option, double eps) {
+  TORCH_CHECK_VALUE(eps >= 0 && std::isfinite(eps), owner, ": ", option,
+                    ": expected 0 or more; got ", eps);
+}
+
 std::string shape_text(torch::IntArrayRef sizes) {
   std::ostringstream text;
   text << "(";
@@ -286,8 +291,7 @@ torch::Tensor bounded_log_gate(const torch::Tensor& log_gate,
 
 NormImpl::NormImpl(const NormOptions& options) : options(options) {
   check_choice("norm", "kind", options.kind(), kNormsOrNone);
-  TORCH_CHECK_VALUE(options.eps() >= 0 && std::isfinite(options.eps()),
-                    "norm: eps: expected 0 or more; got ", options.eps());
+  check_eps("norm", "eps", options.eps());
   reset();
 }
 

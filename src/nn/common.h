@@ -23,6 +23,9 @@ void check_choice(const char* owner, const char* option, const std::string& valu
 /// Throws c10::ValueError unless `value` is at least one.
 void check_positive(const char* owner, const char* option, int64_t value);
 
+/// Throws c10::ValueError for an epsilon that no norm can add.
+void check_eps(const char* owner, const char* option, double eps);
+
 /// Throws c10::ValueError unless x is `[B, T, dim]`, or `[B, dim]` for one token, and, without
 /// autocast, which casts all but fp64, of the dtype of `weight`.
 void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim,

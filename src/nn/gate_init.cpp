@@ -97,8 +97,8 @@ GateInit parse_gate_init(const char* owner, const std::string& text, int64_t cha
 }
 
 void check_gumbel_gate(const char* owner, std::optional<double> tau) {
-  TORCH_CHECK_VALUE(!tau || *tau > 0.0, owner, ": gumbel_gate: expected a number above 0; got ",
-                    tau.value_or(0.0));
+  TORCH_CHECK_VALUE(!tau || (*tau > 0.0 && std::isfinite(*tau)), owner,
+                    ": gumbel_gate: expected a number above 0; got ", tau.value_or(0.0));
 }
 
 void check_gate_options(const char* owner, bool has_data, const char* needed,

@@ -48,10 +48,11 @@ GatedLinearAttentionOptions resolve(GatedLinearAttentionOptions options) {
   check_choice(kName, "gate", options.gate(), {"vector", "scalar"});
   check_feature_map(options);
   check_choice(kName, "norm", options.norm(), kNormsOrNone);
+  check_eps(kName, "norm_eps", options.norm_eps());
   options.gate_temperature(
       options.gate_temperature().value_or(options.gate() == "vector" ? 16.0 : 1.0));
-  TORCH_CHECK_VALUE(*options.gate_temperature() > 0, kName,
-                    ": gate_temperature: expected a positive number; got ",
+  TORCH_CHECK_VALUE(*options.gate_temperature() > 0 && std::isfinite(*options.gate_temperature()),
+                    kName, ": gate_temperature: expected a positive number; got ",
                     *options.gate_temperature());
   check_gate_options(kName, /*has_data=*/true, "", options.gate_init(), options.gumbel_gate(),
                      options.gate() == "vector" ? *options.key_dim() : options.num_heads());

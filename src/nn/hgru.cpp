@@ -68,6 +68,7 @@ void HGRUImpl::check_options() const {
   check_gate_options("HGRU", options.forget_gate() == "data", "forget_gate='data'",
                      options.gate_init(), options.gumbel_gate(), channels());
   check_choice("HGRU", "norm", *options.norm(), kNorms);
+  check_eps("HGRU", "norm_eps", options.norm_eps());
 }
 
 void HGRUImpl::check_expansion() const {

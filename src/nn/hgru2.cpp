@@ -79,6 +79,7 @@ HGRU2Options resolve(HGRU2Options options) {
   check_gate_options("HGRU2", /*has_data=*/true, "", options.gate_init(), options.gumbel_gate(),
                      options.dim());
   check_choice("HGRU2", "norm", *options.norm(), kNorms);
+  check_eps("HGRU2", "norm_eps", options.norm_eps());
   return options;
 }
 

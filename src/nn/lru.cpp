@@ -60,8 +60,8 @@ void LinearRecurrentUnit<Derived, Options>::check_options() const {
   check_positive(name, "state", *options.state());
   check_ring(name, options.r_min(), options.r_max());
   if constexpr (kIsComplex) {
-    TORCH_CHECK_VALUE(options.max_phase() > 0, "LRU: max_phase: expected a number above 0; got ",
-                      options.max_phase());
+    TORCH_CHECK_VALUE(options.max_phase() > 0 && std::isfinite(options.max_phase()),
+                      "LRU: max_phase: expected a number above 0; got ", options.max_phase());
     TORCH_CHECK_VALUE(!options.gate() || *options.gate() == "data",
                       "LRU: gate: expected one of None, 'data'; got '", options.gate().value_or(""),
                       "'");

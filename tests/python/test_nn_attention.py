@@ -5,6 +5,8 @@ What it shares with ForgettingAttention is in test_nn_softmax_attention.py.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,6 +136,15 @@ def test_bad_options():
         ),
         r"output_activation: expected one of 'sigmoid', 'silu'; got 'tanh'": lambda: Attention(
             DIM, 3, output_activation="tanh"
+        ),
+        r"^Attention: norm_eps: expected 0 or more; got 'x'": lambda: Attention(
+            DIM, 3, norm_eps="x"
+        ),
+        r"^Attention: qk_norm_eps: expected 0 or more; got -1": lambda: Attention(
+            DIM, 3, qk_norm_eps=-1.0
+        ),
+        r"^Attention: qk_norm_eps: expected 0 or more; got nan": lambda: Attention(
+            DIM, 3, preset="pro", qk_norm_eps=math.nan
         ),
     }
     for message, call in calls.items():

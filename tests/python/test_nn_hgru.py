@@ -234,9 +234,9 @@ ERRORS = [
     ({"expand": 0}, r"HGRU: expand: expected a positive integer; got 0"),
     ({"expand": 1.5}, r"HGRU: expand: expected a positive integer; got 1.5"),
     ({"norm": "batch"}, r"HGRU: norm: expected one of 'layer', 'rms', 'rms_no_weight'"),
-    ({"norm_eps": float("nan")}, r"norm: eps: expected 0 or more; got nan"),
-    ({"norm_eps": -1.0}, r"norm: eps: expected 0 or more; got -1$"),
-    ({"norm_eps": None}, r"norm: eps: expected 0 or more; got None"),
+    ({"norm_eps": float("nan")}, r"^HGRU: norm_eps: expected 0 or more; got nan"),
+    ({"norm_eps": -1.0}, r"^HGRU: norm_eps: expected 0 or more; got -1$"),
+    ({"norm_eps": None}, r"^HGRU: norm_eps: expected 0 or more; got None"),
     ({"complex": "yes"}, r"HGRU: complex: expected True or False; got 'yes'"),
     ({"output_gate": "no"}, r"HGRU: output_gate: expected True or False; got 'no'"),
 ]

@@ -320,12 +320,12 @@ ERRORS = [
         {"num_heads": 2, "gate_temperature": "16"},
         r"GatedLinearAttention: gate_temperature: expected a positive number; got '16'",
     ),
-    (HGRU2, {"norm_eps": "0"}, r"norm: eps: expected 0 or more; got '0'"),
+    (HGRU2, {"norm_eps": "0"}, r"^HGRU2: norm_eps: expected 0 or more; got '0'"),
     (GatedLinearAttention, {"num_heads": 2, "normalize": "no"}, r"normalize: expected True or Fal"),
     (
         GatedLinearAttention,
         {"num_heads": 2, "norm_eps": -1},
-        r"norm: eps: expected 0 or more; got -1",
+        r"^GatedLinearAttention: norm_eps: expected 0 or more; got -1",
     ),
     (
         GatedLinearAttention,

@@ -124,7 +124,6 @@ def numbers_of_modules() -> list[tuple[type, str, str]]:
         for cls in dict.fromkeys((*mixers().values(), GLU, LowerBounds))
         for option, parameter in inspect.signature(cls).parameters.items()
         if (kind := str(parameter.annotation).split(" | ")[0]) in ("int", "float")
-        and not option.endswith("norm_eps")  # of which norms say what they expect
     ]
 
 

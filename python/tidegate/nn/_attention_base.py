@@ -61,7 +61,6 @@ class HeadNorm(Norm):
 
     def __init__(self, heads: int, size: int, eps: float, device=None, dtype=None) -> None:
         super().__init__()
-        check_eps(eps)
         self.heads, self.size, self.eps = heads, size, eps
         self.weight = nn.Parameter(torch.empty(heads * size, device=device, dtype=dtype))
 
@@ -229,6 +228,9 @@ class SoftmaxAttention(KeepsFloat32, ABC):
             )
         if window is not None:
             check_positive(owner, "window", window)
+        check_eps(owner, "norm_eps", norm_eps)
+        if qk_norm_eps is not None:
+            check_eps(owner, "qk_norm_eps", qk_norm_eps)
         is_pro = preset == "pro"
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
         self.num_kv_heads = num_kv_heads

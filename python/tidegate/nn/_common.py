@@ -399,17 +399,16 @@ def norm_and_project(
     return linear(gated_norm(norm, x, gate, activation, gate_first))
 
 
-def check_eps(eps: object) -> None:
+def check_eps(owner: str, option: str, eps: object) -> None:
     """Raises ValueError for an epsilon that no norm can add."""
     if not (is_finite(eps) and eps >= 0):
-        raise ValueError(f"norm: eps: expected 0 or more; got {number_text(eps)}")
+        raise ValueError(f"{owner}: {option}: expected 0 or more; got {number_text(eps)}")
 
 
 def make_norm(kind: str, dim: int, eps: float, device=None, dtype=None) -> nn.Module:
     """The norm called `kind`: "layer" (weight and bias), "rms" (weight), "rms_no_weight" or "none"
-    (x itself)."""
+    (x itself). Its owner has checked eps, which its option names."""
     check_choice("norm", "kind", kind, NORMS_OR_NONE)
-    check_eps(eps)
     if kind == "none":
         return nn.Identity()
     if kind == "layer":

@@ -15,6 +15,7 @@ from ._common import (
     NORMS_OR_NONE,
     bounded_log_gate,
     check_choice,
+    check_eps,
     check_mixer_input,
     check_positive,
     check_switch,
@@ -157,6 +158,7 @@ class GatedLinearAttention(OptionalLowerBound, nn.Module):
         check_switch(owner, "output_gate", output_gate)
         check_choice(owner, "feature_map", feature_map, (None, *FEATURE_MAPS))
         check_choice(owner, "norm", norm, NORMS_OR_NONE)
+        check_eps(owner, "norm_eps", norm_eps)
         if gate_temperature is None:
             gate_temperature = 16.0 if gate == "vector" else 1.0
         if not (is_finite(gate_temperature) and gate_temperature > 0):

@@ -16,6 +16,7 @@ from ._common import (
     KeepsFloat32,
     bounded_gate,
     check_choice,
+    check_eps,
     check_gamma,
     check_positive,
     check_switches,
@@ -165,6 +166,7 @@ class HGRU(KeepsFloat32, TensorStateMixer):
         bias = defaults.bias if bias is None else bias
         norm = defaults.norm if norm is None else norm
         check_choice("HGRU", "norm", norm, NORMS)
+        check_eps("HGRU", "norm_eps", norm_eps)
 
         self._parts = self._part_sizes()
         where = {"device": device, "dtype": dtype}

@@ -16,6 +16,7 @@ from ._common import (
     NORMS,
     bounded_gate,
     check_choice,
+    check_eps,
     check_gamma,
     check_positive,
     check_switches,
@@ -179,6 +180,7 @@ class HGRU2(TensorStateMixer):
         bias = defaults.bias if bias is None else bias
         norm = defaults.norm if norm is None else norm
         check_choice("HGRU2", "norm", norm, NORMS)
+        check_eps("HGRU2", "norm_eps", norm_eps)
         self.in_proj = make_linear(dim, [dim] * 3, bias, device, dtype)
         gate_bias = None
         if gate_init is not None and not bias:
