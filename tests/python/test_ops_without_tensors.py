@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.op_arguments import arguments
+from support.op_arguments import arguments, said_name
 
 from tidegate import ops
 
@@ -32,5 +32,5 @@ def check(op: str, given: dict[str, torch.Tensor | None]) -> None:
     """Without any one of its tensors the op says which."""
     getattr(ops, op)(**given)
     for name in (name for name, tensor in given.items() if tensor is not None):
-        with pytest.raises(RuntimeError, match=f"^{op}: {name} must be a tensor, got"):
+        with pytest.raises(RuntimeError, match=f"^{said_name(op)}: {name} must be a tensor, got"):
             getattr(ops, op)(**{**given, name: None})

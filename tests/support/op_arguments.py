@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 
 
+def said_name(op: str) -> str:
+    """What errors call the op: gated_rnn's second op, which it calls where a gradient is recorded,
+    has the name that callers know."""
+    return op.removesuffix("_with_logits")
+
+
 def arguments() -> dict[str, dict[str, torch.Tensor | None]]:
     """Per op, its tensors by name: whoever adds an op adds a line here."""
     x, small = torch.randn(2, 5, 4), torch.rand(4)
