@@ -6,8 +6,8 @@ import torch
 
 
 def said_name(op: str) -> str:
-    """What errors call the op: gated_rnn's second op, which it calls where a gradient is recorded,
-    has the name that callers know."""
+    """What an op's own errors call it: gated_rnn's second op, which it calls where a gradient is
+    recorded, has the name that callers know."""
     return op.removesuffix("_with_logits")
 
 

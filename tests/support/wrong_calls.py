@@ -104,7 +104,7 @@ def _op_call(draw: random.Random) -> Call:
         if option in OPTIONS and draw.random() < 0.4:
             given[option] = draw.choice(OPTIONS[option])
     reference = getattr(tidegate.reference, name, None)
-    names = (f"{said_name(name)}:", f"tidegate::{name}", f"{name}()")
+    names = (f"{name}:", f"{said_name(name)}:", f"tidegate::{name}", f"{name}()")
     return Call(function, given, names, is_op=True, reference=reference)
 
 
