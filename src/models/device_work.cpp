@@ -181,9 +181,8 @@ struct CapturedWork::Graph {
     if (error == cudaErrorStreamCaptureInvalidated) {
       cudaGetLastError();
       TORCH_WARN_ONCE(
-          "generation: something else in the process has ended the capture of a step, which is "
-          "made "
-          "without a graph; the next one is captured (to wait for a whole device ends captures)");
+          "generation: something else in the process has ended the capture of a step, which runs "
+          "without a graph; the next one is captured (waiting for a device ends captures)");
       return false;
     }
     if (error == cudaSuccess && !failure) {
@@ -306,6 +305,5 @@ CapturedWork::CapturedWork() = default;
 CapturedWork::~CapturedWork() = default;
 CapturedWork::CapturedWork(CapturedWork&&) noexcept = default;
 CapturedWork& CapturedWork::operator=(CapturedWork&&) noexcept = default;
-bool CapturedWork::is_captured() const { return graph_ != nullptr; }
 
 }  // namespace tidegate::models

@@ -67,7 +67,6 @@ class CapturedWork {
 
   /// Within a Scope of `stream`.
   void run(OwnStream& stream, bool use_graph, const std::function<void()>& work);
-  bool is_captured() const;
 
  private:
   struct Graph;

@@ -39,6 +39,12 @@ Placement placement_of(const torch::Tensor& tensor) {
   return {tensor.device(), tensor.scalar_type()};
 }
 
+/// Whether autocast gives x and `weight` one dtype: it casts all but fp64.
+bool is_cast(const torch::Tensor& x, const torch::Tensor& weight) {
+  const bool is_wide = x.scalar_type() == torch::kDouble || weight.scalar_type() == torch::kDouble;
+  return x.is_floating_point() && !is_wide && is_autocast(x);
+}
+
 /// Whether an op that makes rows like x and multiplies them by a linear layer's weight does what
 /// the two apart would, but for what is kept between them for the backward pass.
 bool can_project(const torch::nn::Linear& linear, const torch::Tensor& x) {
@@ -152,10 +158,9 @@ void check_mixer_input(const char* owner, const torch::Tensor& x, int64_t dim,
   TORCH_CHECK_VALUE(x.dim() == (time ? 3 : 2) && x.size(-1) == dim, owner, ": x: expected ", before,
                     dim, "]; got ", shape_text(x));
   if (x.scalar_type() == weight.scalar_type()) return;
-  const bool is_wide = x.scalar_type() == torch::kDouble || weight.scalar_type() == torch::kDouble;
-  const bool is_cast = x.is_floating_point() && !is_wide && is_autocast(x);
-  TORCH_CHECK_VALUE(is_cast, owner, ": x: expected ", ops::dtype_name(weight.scalar_type()),
-                    ", as the module's weights; got ", ops::dtype_name(x.scalar_type()));
+  TORCH_CHECK_VALUE(is_cast(x, weight), owner, ": x: expected ",
+                    ops::dtype_name(weight.scalar_type()), ", as the module's weights; got ",
+                    ops::dtype_name(x.scalar_type()));
 }
 
 void refuse_gradients(const std::string& owner, const torch::nn::Module& module,
@@ -185,9 +190,8 @@ void check_lower_bound(const char* owner, const std::optional<torch::Tensor>& ga
                     "=", size, "]; got ", shape_text(*gamma));
   const torch::ScalarType own = weight.scalar_type(), given = gamma->scalar_type();
   if (given == torch::kFloat || given == own) return;
-  const bool is_wide = own == torch::kDouble || given == torch::kDouble;
-  TORCH_CHECK_VALUE(gamma->is_floating_point() && !is_wide && is_autocast(*gamma), owner,
-                    ": gamma: expected float32", own == torch::kFloat ? "" : " or ",
+  TORCH_CHECK_VALUE(is_cast(*gamma, weight), owner, ": gamma: expected float32",
+                    own == torch::kFloat ? "" : " or ",
                     own == torch::kFloat ? "" : ops::dtype_name(own), "; got ",
                     ops::dtype_name(given));
 }

@@ -7,6 +7,8 @@ import torch
 from tidegate.models import CausalLM, LMConfig
 
 VOCAB = 37
+# How tests draw: every filter at once.
+SAMPLED = {"seed": 3, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2}
 
 CONFIGS = {
     "hgrn": {"mixer": "hgrn"},

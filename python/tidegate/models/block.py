@@ -20,6 +20,7 @@ from ..nn._common import (
     add_norm,
     check_choice,
     constant_,
+    is_autocast,
     make_norm,
     normal_,
     reset_norm,
@@ -215,7 +216,7 @@ class Model(nn.Module):
                 f"{type(self).__name__}: state: expected one state for each of the "
                 f"{len(self.blocks)} layers; got {len(state)}"
             )
-        if self.residual_dtype is not None and _is_autocast(x):
+        if self.residual_dtype is not None and is_autocast(x):
             x = x.to(self.residual_dtype)
         x = self.dropout(x)
         recompute = self.recompute if torch.is_grad_enabled() else "none"
@@ -372,10 +373,6 @@ def refuse_sharded(owner: str, tensors: Iterable[tuple[str, Tensor]], then: str)
                 "full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint."
                 f"state_dict, then, on rank 0, {then}"
             )
-
-
-def _is_autocast(x: Tensor) -> bool:
-    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
 def draws(module: nn.Module) -> bool:

@@ -111,10 +111,15 @@ def check_mixer_input(
         raise ValueError(f"{owner}: x: expected {shape}; got {tuple(x.shape)}")
     if weight is None or x.dtype == weight.dtype:
         return
-    wide = torch.float64 in (x.dtype, weight.dtype) or not x.is_floating_point()
-    if wide or not torch.is_autocast_enabled(x.device.type):
+    if not _is_cast(x, weight):
         wanted, given = dtype_name(weight.dtype), dtype_name(x.dtype)
         raise ValueError(f"{owner}: x: expected {wanted}, as the module's weights; got {given}")
+
+
+def _is_cast(x: Tensor, weight: Tensor) -> bool:
+    """Whether autocast gives x and `weight` one dtype: it casts all but fp64."""
+    wide = torch.float64 in (x.dtype, weight.dtype) or not x.is_floating_point()
+    return not wide and torch.is_autocast_enabled(x.device.type)
 
 
 def refuse_gamma(owner: str, gamma: Tensor | None, why: str = "") -> None:
@@ -129,14 +134,13 @@ def check_gamma(owner: str, gamma: Tensor | None, axis: str, size: int, weight: 
     if gamma is None:
         return
     if not isinstance(gamma, Tensor):
-        kind = type(gamma).__name__
-        raise ValueError(f"{owner}: gamma: expected a tensor [{axis}={size}]; got a {kind}")
+        given = kind_of(gamma)
+        raise ValueError(f"{owner}: gamma: expected a tensor [{axis}={size}]; got {given}")
     if gamma.dim() != 1 or gamma.size(0) != size:
         raise ValueError(f"{owner}: gamma: expected [{axis}={size}]; got {tuple(gamma.shape)}")
     if gamma.dtype in (torch.float32, weight.dtype):
         return
-    wide = torch.float64 in (gamma.dtype, weight.dtype) or not gamma.is_floating_point()
-    if wide or not torch.is_autocast_enabled(gamma.device.type):
+    if not _is_cast(gamma, weight):
         own = "" if weight.dtype == torch.float32 else f" or {dtype_name(weight.dtype)}"
         raise ValueError(f"{owner}: gamma: expected float32{own}; got {dtype_name(gamma.dtype)}")
 
@@ -154,7 +158,7 @@ class Linear(nn.Linear):
         """x ``[..., in_features]`` -> ``[..., out_features]``."""
         if (
             x.is_cuda
-            and _is_autocast(x)
+            and is_autocast(x)
             and type(self.weight) is nn.Parameter
             and self.weight.dtype == torch.float32
             and is_recording()
@@ -205,7 +209,7 @@ def can_project(linear: nn.Module, x: Tensor) -> bool:
     if not (is_plain(linear, Linear) and is_recording()):
         return False
     return linear.weight.dtype == x.dtype or (
-        _is_autocast(x) and linear.weight.dtype == torch.float32
+        is_autocast(x) and linear.weight.dtype == torch.float32
     )
 
 
@@ -272,7 +276,7 @@ def weight_of(linear: nn.Module, device: torch.device) -> Tensor:
     return linear(torch.eye(weight.size(1), dtype=weight.dtype, device=device)).T
 
 
-def _is_autocast(x: Tensor) -> bool:
+def is_autocast(x: Tensor) -> bool:
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
@@ -305,7 +309,7 @@ class Norm(nn.Module):
             if is_recomputing():
                 self._remember(y, total, weight, bias)
             return y, total
-        if weight is not None and weight.dtype != x.dtype and not _is_autocast(x):
+        if weight is not None and weight.dtype != x.dtype and not is_autocast(x):
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
         if gate is not None:
             gate = gate.to(x.dtype)
@@ -332,7 +336,7 @@ class Norm(nn.Module):
 
     def _fits(self, x: Tensor, residual: Tensor) -> bool:
         """Whether add_norm returns what torch's own sum and norm would."""
-        if _is_autocast(x):
+        if is_autocast(x):
             return True
         same = self.weight is None or self.weight.dtype == x.dtype
         return same and residual.dtype in (x.dtype, wide_dtype(x.dtype))
@@ -387,7 +391,7 @@ def norm_and_project(
     if (
         is_plain(norm, LayerNorm, RMSNorm)
         and can_project(linear, x)
-        and (is_one_dtype or _is_autocast(x))
+        and (is_one_dtype or is_autocast(x))
     ):
         weight, bias = norm._parameters_for(x)
         gate = None if gate is None else gate.to(x.dtype)

@@ -8,7 +8,7 @@ from numbers import Integral
 import torch
 from torch import Tensor, nn
 
-from ._common import check_mixer_input, kind_of, wide_dtype
+from ._common import check_mixer_input, dtype_name, kind_of, wide_dtype
 
 
 def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -52,7 +52,7 @@ def check_state_tensor(name: str, state: object, shape: Sequence[int], dtype: to
     if tuple(state.shape) != tuple(shape):
         raise ValueError(f"{name}: expected {list(shape)}; got {tuple(state.shape)}")
     if state.dtype != dtype:
-        wanted, given = (str(d).removeprefix("torch.") for d in (dtype, state.dtype))
+        wanted, given = map(dtype_name, (dtype, state.dtype))
         raise ValueError(f"{name}: expected {wanted}; got {given}")
 
 
