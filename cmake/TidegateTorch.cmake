@@ -134,7 +134,10 @@ function(_tidegate_torch_targets root)
       ${root}/include ${root}/include/torch/csrc/api/include)
     target_compile_definitions(tidegate::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=${abi})
     target_compile_features(tidegate::torch INTERFACE cxx_std_20)
-    target_link_libraries(tidegate::torch INTERFACE tidegate::libtorch tidegate::libtorch_cpu tidegate::libc10)
+    # The shared libstdc++, which torch's libraries use, before a compiler set to -static-libstdc++ adds
+    # its own: two in one process crash, in std::regex for one.
+    target_link_libraries(tidegate::torch INTERFACE tidegate::libtorch tidegate::libtorch_cpu tidegate::libc10
+      stdc++)
     # torch's own dependencies (cuDNN, NCCL, ...) are found by its libraries' run path, not by ours.
     target_link_options(tidegate::torch INTERFACE LINKER:--allow-shlib-undefined)
   endif()

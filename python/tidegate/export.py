@@ -149,6 +149,10 @@ def package(
         raise ValueError(f"export: path: expected a name that ends in .pt2; got {path}")
     files = {}
     chosen = {"aot_inductor.package": True, **(options or {})}
+    # The shared libstdc++, which torch's libraries use, before a compiler set to -static-libstdc++
+    # adds its own: two in one process crash.
+    libraries = chosen.get("aot_inductor.custom_op_libs") or []
+    chosen["aot_inductor.custom_op_libs"] = [*libraries, "stdc++"]
     for name, program in programs(model, names, capacity=capacity).items():
         arguments, keywords = program.example_inputs
         with torch.no_grad():

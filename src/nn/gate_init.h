@@ -11,9 +11,8 @@
 
 namespace tidegate::nn {
 
-// What specs such as "chrono:512" are read by. std::regex would do it in a line, but its templates
-// become weak symbols of this library, which a program's other libraries then take for theirs: a
-// model that AOTInductor compiled with another compiler crashed on them.
+// What specs such as "chrono:512" are read by. std::regex would do it in a line, and take seconds
+// to compile and a hundred symbols of this library.
 
 /// At least one part, which may be empty.
 std::vector<std::string_view> split_at_colons(std::string_view text);
