@@ -74,6 +74,8 @@ struct FactorWork {
 
 constexpr int kFactorThreads = 256;
 
+__host__ __device__ constexpr int larger_half(int count) { return (count + 1) / 2; }
+
 /// The scores of a lane's channels, summed over them: all pairs of the 16 tokens whose product this
 /// lane makes.
 struct LaneScores {
@@ -104,48 +106,53 @@ struct LaneScores {
     add_eights(query, key, group);
   }
 
-  /// Adds up over the lanes of a warp that have the same group, and stores [s][t] of their pairs,
-  /// rows kStride apart.
+  /// Adds up over the eight lanes of a warp that have the same group, and stores the sums where
+  /// place_of() says. Each lane ends with an eighth of them: at every step it hands half of what it
+  /// has to another lane, and adds that one's other half.
   __device__ void store(float* to, int group) {
+    int first = 0, last = kAll;
+    constexpr int kHalf = larger_half(kAll), kQuarter = larger_half(kHalf);
+    hand_over<kAll>(kGroups, &first, &last);
+    hand_over<kHalf>(2 * kGroups, &first, &last);
+    hand_over<kQuarter>(4 * kGroups, &first, &last);
 #pragma unroll
-    for (int i = 0; i < kAll; ++i) {
-      for (int distance = kGroups; distance < 32; distance *= 2) {
-        sums[i] += __shfl_xor_sync(~0u, sums[i], distance);
-      }
-    }
-    if (threadIdx.x % 32 >= kGroups) {
-      return;
-    }
-    int at = 0;
-    const int own = group * kLaneTokens, beside = group / 2 * 8;
-#pragma unroll
-    for (int t = 0; t < kLaneTokens; ++t) {
-#pragma unroll
-      for (int s = 0; s <= t; ++s) {
-        to[(own + s) * kStride + own + t] = sums[at++];
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-#pragma unroll
-      for (int s = 0; s < kLaneTokens; ++s) {
-        to[(beside + s) * kStride + beside + 4 + group % 2 * 2 + t] = sums[at++];
-      }
-    }
-    const int other = other_half(group) * kLaneTokens;
-    const int later = group < 2 ? other : own, earlier = group < 2 ? own : other;
-#pragma unroll
-    for (int t = 0; t < kLaneTokens; ++t) {
-#pragma unroll
-      for (int s = 0; s < kLaneTokens; ++s) {
-        to[(earlier + s) * kStride + later + t] = sums[at++];
-      }
+    for (int i = 0; i < larger_half(kQuarter); ++i) {
+      if (first + i < last) to[group * kAll + first + i] = sums[i];
     }
   }
 
-  static constexpr int kStride = kTokens + 4, kSize = kTokens * kStride;
+  static constexpr int kSize = kGroups * kAll;
+
+  /// Where store() puts the score of tokens s <= t: the group that makes the pair, and its place
+  /// there.
+  static __device__ int place_of(int s, int t) {
+    const int of_s = s / kLaneTokens, of_t = t / kLaneTokens;  // groups
+    const int i = s % kLaneTokens, j = t % kLaneTokens;
+    if (of_s == of_t) {
+      return of_s * kAll + j * (j + 1) / 2 + i;
+    }
+    if (of_s / 2 == of_t / 2) {
+      return (j < 2 ? of_s : of_t) * kAll + kOwn + j % 2 * kLaneTokens + i;
+    }
+    return (other_half(of_s) == of_t ? of_s : of_t) * kAll + kOwn + kFours + j * kLaneTokens + i;
+  }
 
  private:
+  /// Of kCount sums this lane keeps the first half and gets the other lane's, or the second.
+  template <int kCount>
+  __device__ void hand_over(int distance, int* first, int* last) {
+    constexpr int kKept = larger_half(kCount);
+    const bool keeps_second = (threadIdx.x & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const float second = kKept + i < kCount ? sums[kKept + i] : 0.0f;
+      const float mine = keeps_second ? second : sums[i];
+      sums[i] = mine + __shfl_xor_sync(~0u, keeps_second ? sums[i] : second, distance);
+    }
+    *last = keeps_second ? *last : min(*last, *first + kKept);
+    *first += keeps_second ? kKept : 0;
+  }
+
   __device__ void add_own(const LaneTokens& tokens) {
     int at = 0;
 #pragma unroll
@@ -257,7 +264,7 @@ __global__ void __launch_bounds__(kFactorThreads, 3)
     float sum = 0;
     if (s <= t) {  // nothing is stored elsewhere
       for (int i = 0; i < static_cast<int>(blockDim.x) / 32; ++i) {
-        sum += partials[i][s * LaneScores::kStride + t];
+        sum += partials[i][LaneScores::place_of(s, t)];
       }
     }
     to[(2 * kTokens + 1) * width + pair] = sum;

@@ -7,9 +7,9 @@
 //
 //   S = diag(total) S + k~^T v      D = diag(total) D + q~^T do      a sub-chunk at a time
 //
-// A block of threads has a tile of 32 x 64 of one head's state in registers, 4 x 4 or 2 x 4 a
-// thread, and goes through a segment of a sequence. While it takes up a sub-chunk, those of the
-// next three are on their way to shared memory.
+// A block of threads has a tile of 32 x 64, or 32 x 32, of one head's state in registers, 4 x 4 or
+// 2 x 4 a thread, and goes through a segment of a sequence. While it takes up a sub-chunk, those of
+// the next three are on their way to shared memory.
 
 #include "kernels/common/cuda/launch.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
@@ -18,8 +18,13 @@
 
 namespace tidegate::kernels::gla::fp32_chunks {
 
-constexpr int kStateRows = 32, kStateColumns = 64;
+constexpr int kStateRows = 32;
 constexpr int kDirections = 2;  // S and D
+
+/// Columns of a tile: no more than a small head has, so that none of its threads is idle.
+__host__ __device__ inline int state_columns(int64_t value_dim) {
+  return value_dim <= 32 ? 32 : 64;
+}
 
 struct StateScan {
   GlaParams params = {};
@@ -41,33 +46,37 @@ struct StateScan {
     return static_cast<int>((params.key_dim + kStateRows - 1) / kStateRows);
   }
   __host__ __device__ int column_tiles() const {
-    return static_cast<int>((params.value_dim + kStateColumns - 1) / kStateColumns);
+    const int columns = state_columns(params.value_dim);
+    return (static_cast<int>(params.value_dim) + columns - 1) / columns;
   }
 };
 
 /// A sub-chunk in shared memory, of which there are four.
 constexpr int kStateStages = 4;
+template <int kColumns>
 struct StateStage {
   float factor[kTokens][kStateRows];  // k~ or q~
-  float value[kTokens][kStateColumns];
+  float value[kTokens][kColumns];
   float total[kStateRows];
 };
 
 /// Threads of a block, which have kRows rows and four columns each.
-constexpr int state_threads(int rows) { return kStateRows / rows * (kStateColumns / 4); }
+constexpr int state_threads(int rows, int columns) { return kStateRows / rows * (columns / 4); }
 
 /// One tile's way through a segment. kAdjoint: D.
-template <int kRows, bool kAdjoint>
+template <int kRows, int kColumns, bool kAdjoint>
 class StateTile {
  public:
-  __device__ StateTile(const StateScan& w, StateStage (&stages)[kStateStages])
+  using Stage = StateStage<kColumns>;
+
+  __device__ StateTile(const StateScan& w, Stage (&stages)[kStateStages])
       : w_(w),
         p_(w.params),
         stages_(stages),
         column_tile_(static_cast<int>(blockIdx.x) % w.column_tiles()),
         row_tile_(static_cast<int>(blockIdx.x) / w.column_tiles() % w.row_tiles()),
         first_row_(row_tile_ * kStateRows),
-        first_column_(column_tile_ * kStateColumns),
+        first_column_(column_tile_ * kColumns),
         index_(static_cast<int>(blockIdx.x / (w.column_tiles() * w.row_tiles()) / p_.heads)),
         head_(blockIdx.x / (w.column_tiles() * w.row_tiles()) % p_.heads),
         segment_(find_time_tile(w.segments, index_)),
@@ -93,7 +102,7 @@ class StateTile {
       copy(place(i), i < taken, i);
     }
     for (int i = 0; i < taken; ++i) {
-      StateStage& stage = stages_[i % kStateStages];
+      Stage& stage = stages_[i % kStateStages];
       wait_for_stage(stage);
       __syncthreads();
       if (begins_chunk(place(i), i)) keep(chunk_.chunk_of(place(i)));
@@ -111,9 +120,16 @@ class StateTile {
   }
 
  private:
+  static constexpr int kThreads = state_threads(kRows, kColumns), kColumnThreads = kColumns / 4;
+  static_assert(kThreads >= kTokens * kStateRows / 4, "one copy of factors a thread");
+
   __device__ int seq_index() const { return static_cast<int>(segment_.sequence.index); }
-  __device__ int row(int i) const { return static_cast<int>(threadIdx.x) / 16 * kRows + i; }
-  __device__ int column(int j) const { return static_cast<int>(threadIdx.x) % 16 * 4 + j; }
+  __device__ int row(int i) const {
+    return static_cast<int>(threadIdx.x) / kColumnThreads * kRows + i;
+  }
+  __device__ int column(int j) const {
+    return static_cast<int>(threadIdx.x) % kColumnThreads * 4 + j;
+  }
 
   // ---- sub-chunks, counted from the segment's start ----
 
@@ -167,8 +183,7 @@ class StateTile {
 
   // ---- inputs ----
 
-  static constexpr int kThreads = state_threads(kRows);
-  static constexpr int kValues = kTokens * kStateColumns / kThreads;
+  static constexpr int kValues = kTokens * kColumns / kThreads;
 
   /// Copies a sub-chunk's inputs to shared memory: a group of copies, empty where it does not
   /// exist.
@@ -180,7 +195,7 @@ class StateTile {
     commit_copies();
   }
 
-  __device__ void copy_factors(int sub, StateStage& to) const {
+  __device__ void copy_factors(int sub, Stage& to) const {
     const SubChunkFactors from = w_.factors.of(first_chunk_, sub, head_);
     const int width = w_.factors.width;
     const int token = static_cast<int>(threadIdx.x) / 8,
@@ -195,7 +210,7 @@ class StateTile {
     }
   }
 
-  __device__ void copy_values(int first, StateStage& to) const {
+  __device__ void copy_values(int first, Stage& to) const {
     const int count = sub_chunk_tokens(first, segment_.end());
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -209,12 +224,12 @@ class StateTile {
     }
   }
   __device__ int value_token(int i) const {
-    return (static_cast<int>(threadIdx.x) + i * kThreads) / kStateColumns;
+    return (static_cast<int>(threadIdx.x) + i * kThreads) / kColumns;
   }
-  __device__ int value_column(int i) const { return static_cast<int>(threadIdx.x) % kStateColumns; }
+  __device__ int value_column(int i) const { return static_cast<int>(threadIdx.x) % kColumns; }
 
   /// Waits for this thread's copies to the next stage, and activates its values.
-  __device__ void wait_for_stage(StateStage& stage) const {
+  __device__ void wait_for_stage(Stage& stage) const {
     wait_for_copies<kStateStages - 2>();
     if (!kAdjoint && p_.v_activation != InputActivation::kNone) {
 #pragma unroll
@@ -225,7 +240,7 @@ class StateTile {
     }
   }
 
-  __device__ void take_up(const StateStage& from) {
+  __device__ void take_up(const Stage& from) {
     if (w_.maps && threadIdx.x < kStateRows) {
       decay_ = decay_ * from.total[threadIdx.x];
     }
@@ -254,7 +269,7 @@ class StateTile {
 
   const StateScan& w_;
   const GlaParams& p_;
-  StateStage (&stages_)[kStateStages];
+  Stage (&stages_)[kStateStages];
   const int column_tile_, row_tile_, first_row_, first_column_;
   const int index_;  // of the segment
   const int64_t head_;
@@ -267,15 +282,16 @@ class StateTile {
 };
 
 /// blockIdx.y: the direction, of as many as there are; S alone in the forward pass.
-template <int kRows>
-__global__ void __launch_bounds__(state_threads(kRows), kRows == 4 ? 6 : 2)
+template <int kRows, int kColumns>
+__global__ void __launch_bounds__(state_threads(kRows, kColumns),
+                                  state_threads(kRows, kColumns) == 128 ? 6 : 2)
     chunk_states_kernel(const __grid_constant__ StateScan w) {
-  __shared__ __align__(16) StateStage stages[kStateStages];
+  __shared__ __align__(16) StateStage<kColumns> stages[kStateStages];
   wait_for_kernels_before();
   if (blockIdx.y == 0) {
-    StateTile<kRows, false>(w, stages).run();
+    StateTile<kRows, kColumns, false>(w, stages).run();
   } else {
-    StateTile<kRows, true>(w, stages).run();
+    StateTile<kRows, kColumns, true>(w, stages).run();
   }
 }
 

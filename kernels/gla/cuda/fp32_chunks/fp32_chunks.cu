@@ -65,9 +65,9 @@ ChunkSize choose_chunk(const GlaParams& p, const DeviceLimits& limits) {
 /// At least as many blocks as any of the launches has, which are sub-chunks of a head, or tiles of
 /// its chunks or sequences.
 int64_t most_blocks(const GlaParams& p, ChunkSize chunk) {
-  const int64_t of_chunk =
-      std::max({int64_t{chunk.sub_chunks()}, ceil_div(p.value_dim, 32), ceil_div(p.key_dim, 16),
-                ceil_div(p.key_dim, kStateRows) * ceil_div(p.value_dim, kStateColumns)});
+  const int64_t of_chunk = std::max(
+      {int64_t{chunk.sub_chunks()}, ceil_div(p.value_dim, 32), ceil_div(p.key_dim, 16),
+       ceil_div(p.key_dim, kStateRows) * ceil_div(p.value_dim, state_columns(p.value_dim))});
   return time_tiles(p.layout, chunk.tokens()).count * p.heads * of_chunk;
 }
 
@@ -78,7 +78,7 @@ int64_t choose_segment(const GlaParams& p, int directions, int multiprocessors) 
   const int64_t sequences = std::max<int64_t>(1, p.layout.sequences);
   const int64_t heads = std::max<int64_t>(1, p.heads);
   const int64_t blocks = directions * sequences * heads * ceil_div(p.key_dim, kStateRows) *
-                         ceil_div(p.value_dim, kStateColumns);
+                         ceil_div(p.value_dim, state_columns(p.value_dim));
   const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kMostChunk);
   const int64_t parts = std::min(4 * multiprocessors / blocks, chunks / kFewestChunks);
   return parts < kFewestParts ? 0 : ceil_div(chunks, parts) * kMostChunk;
@@ -181,16 +181,16 @@ cudaError_t launch_factors(const StateScan& scan, cudaStream_t stream) {
   return launch_early<&chunk_factors_kernel>(blocks, dim3(threads), 0, stream, work);
 }
 
-template <int kRows>
+template <int kRows, int kColumns>
 cudaError_t launch_states(const StateScan& scan, int64_t blocks, int directions,
                           cudaStream_t stream) {
-  return launch_early<&chunk_states_kernel<kRows>>(
+  return launch_early<&chunk_states_kernel<kRows, kColumns>>(
       dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(directions)),
-      dim3(state_threads(kRows)), 0, stream, scan);
+      dim3(state_threads(kRows, kColumns)), 0, stream, scan);
 }
 
 /// Two rows of a state a thread where few blocks work: each is done sooner; else four, which takes
-/// fewer instructions.
+/// fewer instructions. Of 32 columns, two: with four, too few threads would copy the factors.
 cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t stream) {
   const GlaParams& p = scan.params;
   DeviceLimits limits;
@@ -199,9 +199,12 @@ cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t st
   if (blocks > std::numeric_limits<int>::max()) {
     return cudaErrorInvalidConfiguration;
   }
+  if (state_columns(p.value_dim) == 32) {
+    return launch_states<2, 32>(scan, blocks, directions, stream);
+  }
   return blocks * directions < 2 * limits.multiprocessors
-             ? launch_states<2>(scan, blocks, directions, stream)
-             : launch_states<4>(scan, blocks, directions, stream);
+             ? launch_states<2, 64>(scan, blocks, directions, stream)
+             : launch_states<4, 64>(scan, blocks, directions, stream);
 }
 
 /// The states at all chunks, by way of segments where the plan has them.
