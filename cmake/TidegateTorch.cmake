@@ -115,6 +115,19 @@ function(_tidegate_torch_library name root)
   endif()
 endfunction()
 
+# How to link the shared libstdc++, which torch's libraries use, before the compiler adds a static one: two
+# in one process crash, in std::regex for one. Compilers add that by -static-libstdc++, or because they were
+# moved, and their libstdc++.so is a link to nowhere; the library's own name is found then, too.
+function(_tidegate_shared_libstdcxx out)
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6 OUTPUT_VARIABLE found
+                  OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  set(library stdc++)
+  if(IS_ABSOLUTE "${found}" AND EXISTS "${found}")
+    set(library -l:libstdc++.so.6)
+  endif()
+  set(${out} ${library} PARENT_SCOPE)
+endfunction()
+
 function(_tidegate_torch_targets root)
   foreach(name c10 torch_cpu torch c10_cuda torch_cuda torch_python)
     _tidegate_torch_library(${name} ${root})
@@ -134,10 +147,9 @@ function(_tidegate_torch_targets root)
       ${root}/include ${root}/include/torch/csrc/api/include)
     target_compile_definitions(tidegate::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=${abi})
     target_compile_features(tidegate::torch INTERFACE cxx_std_20)
-    # The shared libstdc++, which torch's libraries use, before a compiler set to -static-libstdc++ adds
-    # its own: two in one process crash, in std::regex for one.
+    _tidegate_shared_libstdcxx(libstdcxx)
     target_link_libraries(tidegate::torch INTERFACE tidegate::libtorch tidegate::libtorch_cpu tidegate::libc10
-      stdc++)
+      ${libstdcxx})
     # torch's own dependencies (cuDNN, NCCL, ...) are found by its libraries' run path, not by ours.
     target_link_options(tidegate::torch INTERFACE LINKER:--allow-shlib-undefined)
   endif()

@@ -25,6 +25,7 @@ library: in Python by ``import tidegate``, in C++ by linking ``tidegate::tidegat
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,8 @@ def package(
         raise ValueError(f"export: path: expected a name that ends in .pt2; got {path}")
     files = {}
     chosen = {"aot_inductor.package": True, **(options or {})}
-    # The shared libstdc++, which torch's libraries use, before a compiler set to -static-libstdc++
-    # adds its own: two in one process crash.
     libraries = chosen.get("aot_inductor.custom_op_libs") or []
-    chosen["aot_inductor.custom_op_libs"] = [*libraries, "stdc++"]
+    chosen["aot_inductor.custom_op_libs"] = [*libraries, _shared_libstdcxx(chosen)]
     for name, program in programs(model, names, capacity=capacity).items():
         arguments, keywords = program.example_inputs
         with torch.no_grad():
@@ -162,6 +161,19 @@ def package(
     package_aoti(str(part), files)
     part.replace(path)
     return path
+
+
+def _shared_libstdcxx(options: dict[str, Any]) -> str:
+    """What -l takes for the shared libstdc++, which torch's libraries use. It comes before what the
+    compiler adds, which may be a static one: two in one process crash (TidegateTorch.cmake)."""
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    with config.patch(options):
+        compiler = get_cpp_compiler()
+    asked = [compiler, "-print-file-name=libstdc++.so.6"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    return ":libstdc++.so.6" if os.path.isabs(found) and os.path.isfile(found) else "stdc++"
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Callable[..., Any]]:
