@@ -24,6 +24,9 @@ using torch::Tensor;
 
 constexpr char kConfigFile[] = "config.json";
 constexpr char kWeightsFile[] = "model.safetensors";
+// What a training run has in its folder, whichever of the two ways it saves.
+constexpr char kCheckpoint[] = "checkpoint.pt";
+constexpr char kCheckpoints[] = "checkpoints", kCheckpointBeginning[] = "step-";
 
 nn::Norm make_norm(const std::string& kind, const LMConfig& config,
                    const nn::Placement& placement) {
@@ -58,6 +61,25 @@ void check_fit(const std::map<std::string, Tensor>& own, const TensorMap& tensor
     TORCH_CHECK_VALUE(given.is_floating_point(), source, ": '", name,
                       "': expected a floating-point dtype; got ",
                       ops::dtype_name(given.scalar_type()));
+  }
+}
+
+// Whether it is a run's folder, as holds_run() in python/tidegate/models/block.py finds it: it
+// holds checkpoints, or the config.json of a run that has not come to its first one.
+bool holds_run(const std::string& directory) {
+  if (is_file(join(directory, kCheckpoint)) ||
+      holds_name(join(directory, kCheckpoints), kCheckpointBeginning)) {
+    return true;
+  }
+  const std::string path = join(directory, kConfigFile);
+  if (!is_file(path)) return false;
+  try {
+    const Json values = parse_json(read_text(path));
+    return values.is_object() && values.contains("train") && values.contains("model");
+  } catch (const JsonError&) {
+    return false;
+  } catch (const c10::Error&) {  // it cannot be read
+    return false;
   }
 }
 
@@ -246,8 +268,12 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
   return {std::get<0>(norm.ptr()->forward_added(added, residual)), states};
 }
 
-void save_model(const torch::nn::Module& model, const LMConfig& config,
+void save_model(const char* owner, const torch::nn::Module& model, const LMConfig& config,
                 const std::string& directory) {
+  TORCH_CHECK_VALUE(!holds_run(directory), owner, ".save: ", directory,
+                    ": expected a folder for a model; got a run, whose ", kConfigFile,
+                    " would be lost: its model has its place in ", join(directory, "model"),
+                    ", where tidegate.training.export_trained() writes it");
   make_folders(directory);
   save_safetensors(named_tensors(model), join(directory, kWeightsFile), {{"format", "pt"}});
   write_text(join(directory, kConfigFile), config.to_json());

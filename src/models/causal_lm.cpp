@@ -188,7 +188,7 @@ Tensor CausalLMImpl::generate(const Tensor& ids, const GenerateOptions& options)
 }
 
 void CausalLMImpl::save(const std::string& directory) const {
-  save_model(*this, config, directory);
+  save_model("CausalLM", *this, config, directory);
 }
 
 CausalLM CausalLM::load(const std::string& directory, torch::Device device) {

@@ -99,7 +99,7 @@ Output SequenceClassifierImpl::forward(const Tensor& given_ids, const std::optio
 }
 
 void SequenceClassifierImpl::save(const std::string& directory) const {
-  save_model(*this, config, directory);
+  save_model("SequenceClassifier", *this, config, directory);
 }
 
 SequenceClassifier SequenceClassifier::load(const std::string& directory, torch::Device device) {
@@ -151,7 +151,7 @@ Output ImageClassifierImpl::forward(const Tensor& images, const std::optional<Te
 }
 
 void ImageClassifierImpl::save(const std::string& directory) const {
-  save_model(*this, config, directory);
+  save_model("ImageClassifier", *this, config, directory);
 }
 
 ImageClassifier ImageClassifier::load(const std::string& directory, torch::Device device) {

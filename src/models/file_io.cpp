@@ -1,6 +1,7 @@
 #include "src/models/file_io.h"
 
 #include <c10/util/Exception.h>
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <memory>
 #include <sstream>
 
 namespace tidegate::models {
@@ -131,6 +133,15 @@ std::string join(const std::string& folder, const std::string& name) {
 bool is_file(const std::string& path) {
   struct stat info = {};
   return ::stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
+}
+
+bool holds_name(const std::string& folder, std::string_view beginning) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> opened(::opendir(folder.c_str()), ::closedir);
+  if (!opened) return false;
+  while (const dirent* entry = ::readdir(opened.get())) {
+    if (std::string_view(entry->d_name).starts_with(beginning)) return true;
+  }
+  return false;
 }
 
 void make_folders(const std::string& folder) {

@@ -41,6 +41,9 @@ std::string join(const std::string& folder, const std::string& name);
 /// Whether there is a regular file under this name.
 bool is_file(const std::string& path);
 
+/// Whether the folder holds a name that begins so; false where there is no such folder.
+bool holds_name(const std::string& folder, std::string_view beginning);
+
 /// Makes the folder and those above it where they are missing; throws c10::Error when it cannot.
 void make_folders(const std::string& folder);
 

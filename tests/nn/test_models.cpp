@@ -363,6 +363,16 @@ TEST_F(Files, UnwritableFoldersAreRefused) {
             std::string::npos);
 }
 
+TEST_F(Files, ARunsFolderIsNoPlaceForAModel) {
+  std::ofstream(path_ + "/config.json") << R"({"train": {}, "model": {}})";
+  EXPECT_EQ(message_of([&] { CausalLM(small())->save(path_); }),
+            "CausalLM.save: " + path_ +
+                ": expected a folder for a model; got a run, whose config.json would be lost: its "
+                "model has its place in " +
+                path_ + "/model, where tidegate.training.export_trained() writes it");
+  CausalLM(small())->save(path_ + "/model");
+}
+
 // How many entries the folder has, besides itself and the one above.
 int64_t entries_of(const std::string& folder) {
   int64_t entries = 0;

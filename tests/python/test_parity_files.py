@@ -7,6 +7,8 @@ import json
 import random
 import re
 import zlib
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +137,48 @@ def test_a_file_of_another_configuration_is_refused(tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(RuntimeError, match="no such file"):
         cpp.CausalLM.load(tmp_path)
+
+
+RUNS = {
+    "checkpoint.pt": b"",
+    "checkpoints/step-20/a": b"",
+    "config.json": b'{"train": {}, "model": {}}',
+}
+NO_RUNS = {
+    "checkpoints/last": b"",
+    "config.json": b'{"train": {}}',
+    "config.json of a list": b"[]",
+    "config.json that is broken": b"{",
+    "config.json that is no text": b'{"train": {}, "model": "\xff"}',
+}
+
+
+def folder_holding(path: Path, name: str, content: bytes) -> Path:
+    file = path / "folder" / name.split(" ")[0]
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    return path / "folder"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("file", RUNS)
+def test_a_runs_folder_is_no_place_for_a_model(file, name, tmp_path):
+    folder = folder_holding(tmp_path, file, RUNS[file])
+    config = SMALL.replace(num_classes=5, patch_size=2)
+    native, twin = getattr(tidegate.models, name)(config), getattr(cpp, name)(config)
+    for kind in (str, Path):
+        ours, theirs = (refusal(partial(m.save, kind(folder))) for m in (native, twin))
+        assert ours == theirs
+        assert ours.startswith(f"{name}.save: {folder}: expected a folder for a model; got a run")
+    assert [path.read_bytes() for path in folder.rglob("*") if path.is_file()] == [RUNS[file]]
+
+
+@pytest.mark.parametrize("file", NO_RUNS)
+def test_other_folders_take_a_model(file, tmp_path):
+    for language in (tidegate.models, cpp):
+        folder = folder_holding(tmp_path / language.__name__, file, NO_RUNS[file])
+        language.CausalLM(SMALL).save(folder)
+        language.CausalLM.load(folder)
 
 
 # safetensors

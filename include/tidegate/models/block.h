@@ -126,8 +126,10 @@ class Backbone {
 
 /// Writes config.json and model.safetensors into `directory` (made when missing), the files that
 /// the Python package reads and writes. Each is written beside its place and renamed into it, so an
-/// interrupted save leaves the earlier one. Throws c10::Error when that fails.
-void save_model(const torch::nn::Module& model, const LMConfig& config,
+/// interrupted save leaves the earlier one. `owner` names the model in errors. Throws c10::Error
+/// when that fails, and c10::ValueError for a training run's folder, whose config.json would be
+/// lost.
+void save_model(const char* owner, const torch::nn::Module& model, const LMConfig& config,
                 const std::string& directory);
 
 /// The configuration in `directory`. `owner` names the model in errors.
