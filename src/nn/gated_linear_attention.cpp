@@ -122,7 +122,8 @@ double GatedLinearAttentionImpl::scale() const {
 
 MixerState GatedLinearAttentionImpl::init_state(int64_t batch, std::optional<torch::Device> device,
                                                 std::optional<torch::ScalarType> dtype,
-                                                std::optional<int64_t> /*capacity*/) const {
+                                                std::optional<int64_t> capacity) const {
+  check_sizes(kName, batch, capacity);
   const int64_t h = options.num_heads();
   const auto zeros = [&](std::vector<int64_t> shape) {
     return empty_state(shape, out_proj->weight, device, dtype);

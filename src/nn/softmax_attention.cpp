@@ -173,6 +173,7 @@ void SoftmaxAttention::reset_parameters() {
 MixerState SoftmaxAttention::init_state(int64_t batch, std::optional<torch::Device> device,
                                         std::optional<torch::ScalarType> dtype,
                                         std::optional<int64_t> capacity) const {
+  check_sizes(switches_.owner, batch, capacity);
   const Tensor& weight = out_proj->weight;
   const auto where = at::TensorOptions(dtype.value_or(weight.scalar_type()))
                          .device(device.value_or(weight.device()));

@@ -17,6 +17,9 @@ at::ScalarType wide_dtype(at::ScalarType dtype);
 at::Tensor empty_state(at::IntArrayRef shape, const at::Tensor& weight,
                        std::optional<at::Device> device, std::optional<at::ScalarType> dtype);
 
+/// Throws c10::ValueError unless both sizes that init_state() takes are at least zero.
+void check_sizes(const char* owner, int64_t batch, std::optional<int64_t> capacity);
+
 /// N: how many sequences x `[B, T, dim]` holds.
 int64_t sequence_count(const at::Tensor& x, const std::optional<at::Tensor>& cu_seqlens);
 

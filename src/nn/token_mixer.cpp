@@ -38,6 +38,15 @@ at::Tensor empty_state(at::IntArrayRef shape, const at::Tensor& weight,
                               .device(device.value_or(weight.device())));
 }
 
+void check_sizes(const char* owner, int64_t batch, std::optional<int64_t> capacity) {
+  const auto check = [&](const char* name, int64_t size) {
+    TORCH_CHECK_VALUE(size >= 0, owner, ".init_state: ", name,
+                      ": expected an integer of 0 or more; got ", size);
+  };
+  check("batch", batch);
+  if (capacity) check("capacity", *capacity);
+}
+
 int64_t sequence_count(const at::Tensor& x, const std::optional<at::Tensor>& cu_seqlens) {
   const bool is_packed = cu_seqlens && cu_seqlens->defined();
   return is_packed ? std::max<int64_t>(cu_seqlens->numel() - 1, 0) : x.size(0);
@@ -114,8 +123,9 @@ at::Tensor TokenMixer::mix_residual_step(NormImpl& norm, const at::Tensor& x,
 
 at::Tensor TensorStateMixer::init_state(int64_t batch, std::optional<at::Device> device,
                                         std::optional<at::ScalarType> dtype,
-                                        std::optional<int64_t> /*capacity*/) const {
+                                        std::optional<int64_t> capacity) const {
   refuse_bidirectional("init_state()");
+  check_sizes(owner(), batch, capacity);
   return empty_state(with_batch(batch, state_shape()), own_weight(), device, dtype);
 }
 

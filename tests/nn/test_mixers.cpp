@@ -269,6 +269,8 @@ TEST(Mixers, RefuseWhatCannotWork) {
                  "HGRU2: state: expected [2, 2, 4, 4]; got (2, 4)");
   HGRU2 both(hgru2().bidirectional(true));
   expect_refused([&] { both->init_state(2); }, "has no state");
+  expect_refused([&] { mixer->init_state(-1); },
+                 "HGRU2.init_state: batch: expected an integer of 0 or more; got -1");
   GatedLinearAttention attention(gla());
   expect_refused([&] { attention->forward(randn({2, 3, 8}), {}, randn({4})); },
                  "GatedLinearAttention: gamma: expected None with lower_bound=False; got a tensor");

@@ -157,6 +157,8 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
         "half": ({}, lambda m: m(x.half())),
         "integers": ({}, lambda m: m(x.long())),
         "double-step": ({}, lambda m: m.step(x[:, 0].double(), m.init_state(2))),
+        "init-batch": ({}, lambda m: m.init_state(-1)),
+        "init-capacity": ({}, lambda m: m.init_state(2, capacity=-1)),
         "expanded-step": ({}, lambda m: m.step(x[:, 0], expanded(m.init_state(2, capacity=3)))),
     }
     cases = {
@@ -222,6 +224,7 @@ def model_misuses() -> dict[str, tuple[str, Any]]:
             "ImageClassifier",
             lambda m: m(torch.zeros(1, 3, 4, 4), torch.tensor([-1])),
         ),
+        "init-batch": ("CausalLM", lambda m: m.init_state(-1)),
         "state-count": ("CausalLM", lambda m: m(ids, state=(torch.zeros(2, 8),))),
         "prefill-empty": ("CausalLM", lambda m: m.prefill(ids[:, :0])),
         "positions": ("CausalLM", lambda m: m.logits_at(ids, ids[:1])),
