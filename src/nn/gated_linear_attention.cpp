@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include "kernels/gla/gla.h"
@@ -73,6 +74,13 @@ Tensor mapped(const std::optional<std::string>& map, const Tensor& x) {
   if (map == "elu+1") return at::where(x > 0, x + 1, x.clamp_max(0).exp());
   if (map == "relu") return at::relu(x);
   return map ? x.exp() : x;
+}
+
+// What errors call a state, in Python's words; with its count where a pair is expected.
+std::string given_kind(const MixerState& state, bool has_count) {
+  if (state.empty()) return "None";
+  if (state.size() == 1) return "a tensor";
+  return has_count ? "a tuple of " + std::to_string(state.size()) : "a tuple";
 }
 
 }  // namespace
@@ -184,7 +192,7 @@ void GatedLinearAttentionImpl::check_state(const MixerState& state, const Tensor
   TORCH_CHECK_VALUE(state.size() == (is_pair ? 2 : 1), kName, ": state: expected ",
                     is_pair ? "a pair (s, z)" : "a tensor",
                     " with normalize=", is_pair ? "True" : "False", "; got ",
-                    is_pair ? "a tensor" : "a tuple");
+                    given_kind(state, is_pair));
   const int64_t n = sequence_count(x, cu_seqlens);
   const auto dtype = wide_dtype(out_proj->weight.scalar_type());
   check_state_tensor(kName, "", state[0], {n, h, k, v}, dtype);

@@ -110,6 +110,8 @@ def mixer_misuses() -> dict[str, tuple[str, dict, Any]]:
         "state-tuple": ({}, lambda m: m(x, (torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1)))),
         "state-tensor": (pair, lambda m: m(x, torch.zeros(2, 2, 1, 2))),
         "state-z": (pair, lambda m: m(x, (torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 2)))),
+        "state-of-three": (pair, lambda m: m(x, (*m.init_state(2), torch.zeros(2)))),
+        "step-without-a-state": (pair, lambda m: m.step(x[:, 0], None)),
         "step-rank": ({}, lambda m: m.step(x, m.init_state(2))),
     }
     attention = {
