@@ -239,7 +239,11 @@ std::vector<std::optional<Tensor>> Backbone::gammas() const {
   return gammas;
 }
 
-std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
+Tensor Backbone::as_residual(const Tensor& x) const {
+  return residual_dtype && nn::is_autocast(x) ? x.to(*residual_dtype) : x;
+}
+
+std::tuple<Tensor, ModelState> Backbone::run(const char* owner, const Tensor& x,
                                              const std::optional<ModelState>& state,
                                              const std::optional<Tensor>& cu_seqlens) const {
   TORCH_CHECK_VALUE(!state || state->size() == blocks->size(), owner,
@@ -249,8 +253,7 @@ std::tuple<Tensor, ModelState> Backbone::run(const char* owner, Tensor x,
   std::optional<ops::Recomputing> recomputing;
   if (recompute == "norms" && torch::GradMode::is_enabled()) recomputing.emplace();
   const bool again = recompute == "blocks" && torch::GradMode::is_enabled();
-  if (residual_dtype && nn::is_autocast(x)) x = x.to(*residual_dtype);
-  Tensor added, residual = at::dropout(x, config.dropout, blocks->is_training());
+  Tensor added, residual = at::dropout(as_residual(x), config.dropout, blocks->is_training());
   ModelState states(blocks->size());
   const auto bounds = gammas();
   for (size_t k = 0; k < blocks->size(); ++k) {

@@ -145,7 +145,7 @@ Tensor CausalLMImpl::step(const Tensor& ids, const ModelState& state) {
 
 Tensor CausalLMImpl::advance(const Tensor& ids, const ModelState& state,
                              const std::vector<std::optional<Tensor>>& bounds, const Tensor& out) {
-  Tensor added, residual = embed(ids);
+  Tensor added, residual = as_residual(embed(ids));
   if (nn::makes_step_products(residual)) {
     for (size_t k = 0; k < blocks->size(); ++k) {
       residual = block(k).step_by_products(residual, state[k], bounds[k]);

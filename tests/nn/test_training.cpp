@@ -200,6 +200,25 @@ TEST(Training, TheResidualStreamMayBeNarrow) {
   }
 }
 
+TEST(Training, StepsRoundTheResidualStreamAsAPassDoes) {
+  torch::manual_seed(3);
+  CausalLM model(three_layers("hgrn2"));
+  model->eval();
+  model->residual_dtype = at::kBFloat16;
+  const at::NoGradGuard no_grad;
+  const Tensor ids = some_ids();
+  const ModelState state = model->init_state(ids.size(0));
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  const Tensor logits = model->forward(ids).logits;
+  std::vector<Tensor> steps;
+  for (int64_t t = 0; t < ids.size(1); ++t) {
+    steps.push_back(model->step(ids.select(1, t), state));
+  }
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::autocast::clear_cache();
+  EXPECT_TRUE(at::equal(at::stack(steps, 1), logits));
+}
+
 TEST(Training, AnUnknownChoiceIsNamed) {
   CausalLM model(three_layers("hgrn2"));
   model->recompute = "all";

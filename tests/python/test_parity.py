@@ -25,7 +25,7 @@ from support.parity import (
 )
 from torch import nn
 
-from tidegate.models import LMConfig
+from tidegate.models import CausalLM, LMConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENTRIES = pytest.mark.parametrize("name", list(REGISTRY))
@@ -165,6 +165,27 @@ def test_steps(name, device):
             mine, other = [y, *leaves(state)], [cpp_y, *leaves(cpp_state)]
             assert_same([*mine, whole[:, t]], [*other, cpp_y], f"{what}, token {t}")
         assert_same(leaves(final), leaves(cpp_state), what)
+
+
+@pytest.mark.parametrize("mixer", ["hgrn", "hgrn2", "fox"])
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+def test_steps_round_the_residual_stream_as_a_pass_does(residual, mixer):
+    """In the dtype that is asked for inside autocast, bit for bit."""
+    heads = {} if mixer == "hgrn" else {"mixer_options": {"num_heads": 2}}
+    config = LMConfig(dim=16, layers=3, vocab_size=11, mixer=mixer, **heads)
+    native, twin = (m(config).eval().requires_grad_(False) for m in (CausalLM, cpp.CausalLM))
+    shake(native, twin)
+    ids = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
+    drawn = []
+    for model in (native, twin):
+        model.residual_dtype = residual
+        state = model.init_state(3, capacity=6)
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(ids).logits
+            for t in range(ids.size(1)):
+                assert torch.equal(model.step(ids[:, t], state), wanted[:, t])
+            drawn.append(model.generate(ids, 40, seed=1))
+    assert torch.equal(*drawn)
 
 
 # What torch.nn.Module should stand

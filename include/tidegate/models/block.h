@@ -116,8 +116,10 @@ class Backbone {
   /// biases whose start an option of the mixer says. What a state expansion multiplies by, `scale`
   /// and `mix`, keeps its own start: around zero, nothing would pass.
   void reset_matrices(torch::nn::Module& model) const;
+  /// An embedding, as the residual stream begins with it.
+  torch::Tensor as_residual(const torch::Tensor& x) const;
   /// All blocks and the final norm over x `[B, T, dim]`; `owner` names the model in errors.
-  std::tuple<torch::Tensor, ModelState> run(const char* owner, torch::Tensor x,
+  std::tuple<torch::Tensor, ModelState> run(const char* owner, const torch::Tensor& x,
                                             const std::optional<ModelState>& state,
                                             const std::optional<torch::Tensor>& cu_seqlens) const;
 

@@ -205,6 +205,12 @@ class Model(nn.Module):
         rows = zip(self.blocks, self.lower_bounds().unbind(0), strict=True)
         return tuple(row if block.mixer.takes_gamma else None for block, row in rows)
 
+    def _as_residual(self, x: Tensor) -> Tensor:
+        """An embedding, as the residual stream begins with it."""
+        if self.residual_dtype is not None and is_autocast(x):
+            return x.to(self.residual_dtype)
+        return x
+
     def _run(
         self, x: Tensor, state: tuple[Any, ...] | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, tuple[Any, ...]]:
@@ -216,9 +222,7 @@ class Model(nn.Module):
                 f"{type(self).__name__}: state: expected one state for each of the "
                 f"{len(self.blocks)} layers; got {len(state)}"
             )
-        if self.residual_dtype is not None and is_autocast(x):
-            x = x.to(self.residual_dtype)
-        x = self.dropout(x)
+        x = self.dropout(self._as_residual(x))
         recompute = self.recompute if torch.is_grad_enabled() else "none"
         # Sums go to the norm of the next block, unless blocks are compiled one by one: of the first
         # there is nothing to add, for which it would have a graph of its own. Where a block's input

@@ -158,7 +158,7 @@ class CausalLM(Model):
         place. Constant work a token. Call it under torch.no_grad()."""
         check_ids("CausalLM.step", ids, self.config.vocab_size, "B")
         self._check_states(state, ids.size(0))
-        x = self._embed(ids)
+        x = self._as_residual(self._embed(ids))
         for block, gamma, s in zip(self.blocks, self.gammas(), state, strict=True):
             x = block.step(x, s, gamma)
         return self._logits(self.norm(x))
