@@ -28,13 +28,14 @@ namespace tidegate {
 /// float32 (float64 for float64), which can be passed back as h0. At T = 0 it is a copy of h0.
 ///
 /// q, f and v may be slices of one projection [B, T, 3 * H * K]: any strides with a unit last one
-/// are read in place, as far as gated_linear_attention reads them so, and activations, keys and
-/// decays exist in registers only, in the backward pass too. Exact for any gate. Accumulates in
-/// float32 (float64 for float64). Bitwise deterministic. Differentiable once in q, f, v, gamma and
-/// h0 through both results; training keeps the inputs only and computes the states again. Throws
-/// c10::Error, naming op, argument, expected and given, for shapes, dtypes, devices or activations
-/// other than these; with TIDEGATE_DEBUG=1 also for gamma outside [0, 1) and for cu_seqlens on a
-/// GPU whose values do not fit. Cost O(B T H K V).
+/// are read in place, as far as gated_linear_attention reads them so. Activations, keys and decays
+/// are made as q, f and v are read, and training keeps none of them; on CUDA a workspace may hold
+/// what chunks share while a call runs: queries, keys and decays multiplied up, and states. Exact
+/// for any gate. Accumulates in float32 (float64 for float64). Bitwise deterministic.
+/// Differentiable once in q, f, v, gamma and h0 through both results; training keeps the inputs
+/// only and computes the states again. Throws c10::Error, naming op, argument, expected and given,
+/// for shapes, dtypes, devices or activations other than these; with TIDEGATE_DEBUG=1 also for
+/// gamma outside [0, 1) and for cu_seqlens on a GPU whose values do not fit. Cost O(B T H K V).
 std::tuple<at::Tensor, at::Tensor> hgrn2(
     const at::Tensor& q, const at::Tensor& f, const at::Tensor& v,
     const std::optional<at::Tensor>& gamma = std::nullopt,
