@@ -31,6 +31,7 @@ from .models.block import (
     refuse_classifier,
 )
 from .models.layouts import LAYOUTS, export_config, export_tensors, import_tensors
+from .nn._common import dtype_name
 from .training.errors import UserError
 
 FORMATS = ("tidegate", "hf", *LAYOUTS)
@@ -140,7 +141,7 @@ def read(folder: Path, config: Mapping[str, Any], given: str) -> Checkpoint:
             source = {**kept, "config": {**source.get("config", {}), **tokens}}
         return Checkpoint(model, source, tokens)
     model = import_tensors(LAYOUTS[given], config, tensors, str(folder))
-    dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
+    dtypes = {name: dtype_name(t.dtype) for name, t in tensors.items()}
     source = {"format": given, "config": dict(config), "tensors": dtypes}
     return Checkpoint(model, source, _tokens_of(config))
 

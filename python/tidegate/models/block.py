@@ -20,6 +20,7 @@ from ..nn._common import (
     add_norm,
     check_choice,
     constant_,
+    dtype_name,
     is_autocast,
     make_norm,
     normal_,
@@ -405,7 +406,7 @@ def load_exactly(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
                 f"got {tuple(given.shape)}"
             )
         if not given.is_floating_point():
-            kind = str(given.dtype).removeprefix("torch.")
+            kind = dtype_name(given.dtype)
             raise ValueError(f"{source}: {name!r}: expected a floating-point dtype; got {kind}")
     model.load_state_dict(tensors, strict=True, assign=True)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import Attention, ForgettingAttention
-from ..nn._common import stacked_rows, widen
+from ..nn._common import dtype_name, stacked_rows, widen
 from . import loaders
 from .block import load_exactly
 from .causal_lm import CausalLM
@@ -122,7 +122,7 @@ def _in_ours_dtype(name: str, t: Tensor) -> Tensor:
 
 
 def _in_theirs_dtype(t: Tensor, dtype: str | None) -> Tensor:
-    if dtype is None or dtype == str(t.dtype).removeprefix("torch."):
+    if dtype is None or dtype == dtype_name(t.dtype):
         return t
     cast = t.to(getattr(torch, dtype))
     return cast if torch.equal(cast.to(t.dtype), t) else t
@@ -320,7 +320,7 @@ def _frame_config(lm: CausalLM, architecture: str, model_type: str) -> dict[str,
         "vocab_size": config.vocab_size,
         "norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
-        "dtype": str(lm.embedding.weight.dtype).removeprefix("torch."),
+        "dtype": dtype_name(lm.embedding.weight.dtype),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn._common import dtype_name
 from .masters import MasterWeights
 from .muon import Combined, Muon
 
@@ -154,6 +155,6 @@ def _differs(value: object, wanted: Tensor) -> str | None:
     if value.shape != wanted.shape:
         return f"expected {list(wanted.shape)}, got {list(value.shape)}"
     if value.dtype != wanted.dtype:
-        expected, given = (str(t.dtype).removeprefix("torch.") for t in (wanted, value))
+        expected, given = (dtype_name(t.dtype) for t in (wanted, value))
         return f"expected {expected}, got {given}"
     return None if value.layout == wanted.layout else "expected a dense tensor"
