@@ -128,6 +128,30 @@ def test_a_conversation_goes_on_from_its_cache(name: str) -> None:
 
 
 @every_mixer
+def test_a_prompt_read_in_inference_mode_is_gone_on_from_outside(name: str) -> None:
+    """Each part of a state can then be written: by steps, after reset(), under autograd."""
+    model = causal_lm(name)
+    ids, _ = left_padded(5)
+    longer = torch.cat([ids, torch.tensor([[3]])], 1)
+    caches = []
+    with torch.inference_mode():
+        for _ in range(3):
+            caches.append(DynamicCache())
+            model(ids, cache=caches[-1], use_cache=True)
+    wanted = model.generate(longer, max_new_tokens=4, do_sample=False)
+    assert torch.equal(
+        model.generate(longer, cache=caches[0], max_new_tokens=4, do_sample=False), wanted
+    )
+    caches[1].reset()
+    assert torch.equal(
+        model.generate(longer, cache=caches[1], max_new_tokens=4, do_sample=False), wanted
+    )
+    found = model(longer[:, 5:], cache=caches[2]).logits
+    found.sum().backward()
+    torch.testing.assert_close(found, model(longer).logits[:, 5:], rtol=1e-9, atol=1e-9)
+
+
+@every_mixer
 def test_static_cache(name: str) -> None:
     model = causal_lm(name)
     ids, mask = left_padded(*LENGTHS)

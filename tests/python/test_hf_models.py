@@ -330,6 +330,15 @@ def test_configuration_refuses_what_lm_config_does() -> None:
     assert hf.TidegateConfig.from_lm_config(given.lm_config()).to_dict() == given.to_dict()
 
 
+def test_a_folder_of_causal_lm_is_not_read_as_one_of_transformers(tmp_path: Path) -> None:
+    """Its head has another name there, and would be drawn, or tied to the embedding."""
+    causal_lm("hgrn2", tie_word_embeddings=False).to_causal_lm().save(tmp_path)
+    with pytest.raises(ValueError, match="tied: expected tie_word_embeddings.*tidegate convert"):
+        hf.TidegateForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tied: expected tie_word_embeddings.*got tied=False"):
+        hf.TidegateConfig(tied=False)
+
+
 def test_errors_name_the_argument() -> None:
     model = causal_lm("hgrn")
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):

@@ -103,6 +103,17 @@ def test_loglikelihood(mixer: str, batch_size: object) -> None:
         assert greedy == wanted[1]
 
 
+def test_a_text_that_begins_with_a_line_end_is_scored_from_there() -> None:
+    """A line end stands before every text, and is no mark of its beginning where it is its own."""
+    lm = make()
+    for text in ("\nat noon", "\n"):
+        (answer,) = lm.loglikelihood([request("", text)], disable_tqdm=True)
+        assert answer[0] == pytest.approx(expected(lm, "\n", text)[0], abs=1e-3)
+        assert lm.loglikelihood_rolling([request(text)], disable_tqdm=True) == [answer[0]]
+    (marked,) = make(prefix_token_id=2).loglikelihood([request("", "\x02a")], disable_tqdm=True)
+    assert marked[0] == pytest.approx(expected(lm, "\x02", "a")[0], abs=1e-3)
+
+
 def test_loglikelihood_says_what_is_likeliest() -> None:
     lm = make()
     with torch.no_grad():

@@ -21,6 +21,15 @@ from transformers.cache_utils import (
 from ..nn._attention_state import AttentionState
 
 
+def _writable(t: Tensor) -> Tensor:
+    """The tensor, or a copy of one that torch.inference_mode() made and lets nobody write, or keep
+    for a gradient, outside: generate() goes on under no_grad() from a prompt that was read there.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return t
+    return t.clone() if t.is_inference() else t
+
+
 class _Counts:
     """What both kinds of layers share: the tokens they have seen, and rows of the batch."""
 
@@ -74,6 +83,8 @@ class RecurrentStateLayer(_Counts, LinearAttentionLayer, CacheLayerMixin):
         """The state, None where there is none yet."""
         if not self.has_previous_state[0]:
             return None
+        for i in range(self.number_of_states):
+            self.recurrent_states[i] = _writable(self.recurrent_states[i])
         parts = [self.recurrent_states[i] for i in range(self.number_of_states)]
         return parts[0] if issubclass(self._kind, Tensor) else self._kind(*parts)
 
@@ -101,7 +112,7 @@ class RecurrentStateLayer(_Counts, LinearAttentionLayer, CacheLayerMixin):
         """An empty state; the memory stays."""
         for i in range(self.number_of_states):
             if self.is_initialized:
-                self.recurrent_states[i] = self.recurrent_states[i].detach().zero_()
+                self.recurrent_states[i] = _writable(self.recurrent_states[i]).detach().zero_()
             self.has_previous_state[i] = False
         self.tokens = 0
 
@@ -148,6 +159,7 @@ class AttentionStateLayer(_Counts, CacheLayerMixin):
             device = device if own.type == "meta" else own
             self.state = mixer.init_state(batch, device=device, capacity=self.capacity)
             self._drops = mixer.window is not None or getattr(mixer, "drop_pruned", False)
+        self.state = AttentionState(*map(_writable, self.state))
         return self.state
 
     def write(self, state: AttentionState, tokens: int) -> None:

@@ -64,6 +64,12 @@ class TidegateConfig(PretrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        if "tied" in kwargs:  # as in the folder of a CausalLM, whose weights have other names, too
+            raise ValueError(
+                "TidegateConfig: tied: expected tie_word_embeddings, which is transformers' name "
+                f"of it; got tied={kwargs['tied']!r}. A folder that CausalLM.save wrote becomes "
+                "transformers' by `tidegate convert FOLDER OUT --to hf`"
+            )
         self.mixer = mixer
         self.vocab_size = vocab_size
         self.dim = kwargs.pop("hidden_size", dim)

@@ -101,6 +101,10 @@ class TidegateLM(TemplateLM):
         end = self.eot_token_id
         return int(self._text.encode(b"\n")[0]) if end is None else end
 
+    @property
+    def _prefix_is_a_mark(self) -> bool:
+        return self._prefix is not None or self.eot_token_id is not None
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
@@ -122,11 +126,25 @@ class TidegateLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """The log-likelihood of the continuation in every (context, continuation), and whether each
         of its tokens is the likeliest one. Nothing after nothing is certain: lm_eval itself would
-        look at its first token."""
-        is_asked = [r.args[0] != "" or len(self.tok_encode(r.args[1])) > 0 for r in requests]
-        asked = [request for request, is_one in zip(requests, is_asked, strict=True) if is_one]
-        found = iter(super().loglikelihood(asked, disable_tqdm))
-        return [next(found) if is_one else (0.0, True) for is_one in is_asked]
+        look at its first token, and, where that is the prefix, too, not score it."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        asked, places = [], []
+        for place, request in enumerate(requests):
+            context, continuation = pair = request.args
+            if context != "":
+                asked.append((pair, *self._encode_pair(*pair)))
+            elif ids := self.tok_encode(continuation):
+                # A text may bring its own mark of the beginning; a line end is one of its tokens.
+                begins = self._prefix_is_a_mark and ids[0] == self.prefix_token_id
+                asked.append((pair, ids[:1], ids[1:]) if begins else (pair, [], ids))
+            else:
+                continue
+            places.append(place)
+        for place, answer in zip(
+            places, self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm), strict=True
+        ):
+            found[place] = answer
+        return found
 
     def _loglikelihood_tokens(
         self,
