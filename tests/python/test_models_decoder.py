@@ -272,6 +272,23 @@ def test_a_sequence_ends_with_a_stop(device):
     assert decoder.taken == 0
 
 
+def test_stop_strings_in_text_with_bytes_that_are_none():
+    """By errors="surrogateescape", as the command line reads a prompt of any bytes."""
+    model = make("hgrn2")
+    (prompt,) = prompts(6)
+    free = alone(model, prompt, 12, temperature=0.0)
+    last = next(n for n in range(1, 12) if len({*free[:n]} - {0}) > 3) - 1
+
+    def decode(ids: list[int]) -> str:  # every other id begins what is never a character
+        return bytes(i + 64 if i == free[last] else i + 192 for i in ids).decode(
+            errors="surrogateescape"
+        )
+
+    decoder = Decoder(model, 1, decode=decode)
+    slot = decoder.add(prompt, temperature=0.0, stop_strings=[chr(free[last] + 64)])
+    assert tokens_of(decoder, 12)[slot] == free[: free.index(free[last]) + 1]
+
+
 def test_log_probs(device):
     """They are those of the logits as they are, whatever the temperature and the filters."""
     model = make("fox", device=device)
@@ -356,6 +373,35 @@ def test_streaming():
     stream.close()
     assert decoder.taken == 0
     assert list(decoder.stream(prompt, max_new_tokens=12, temperature=0.0)) == wanted
+
+
+def test_a_stream_whose_slot_is_freed_and_taken_by_the_reader():
+    """As a reader of steps() does after a last token; so does one who has seen enough."""
+    model = make("hgrn2")
+    (prompt,) = prompts(4)
+    wanted = alone(model, prompt, 6, temperature=0.0)
+    for last in (5, 2):
+        decoder = Decoder(model, 1)
+        found = []
+        for token in decoder.stream(prompt, max_new_tokens=6, temperature=0.0):
+            found.append(token)
+            if len(found) == last + 1:
+                decoder.remove(token.slot)
+                other = decoder.add(prompt, max_new_tokens=6, temperature=0.0)
+        assert found == wanted[: last + 1]
+        assert (other, decoder.active) == (0, 1)
+        assert tokens_of(decoder)[other] == wanted
+
+
+def test_a_stream_has_no_tokens_of_others():
+    decoder = Decoder(make("hgrn2"), 2)
+    (prompt,) = prompts(4)
+    stream = decoder.stream(prompt, max_new_tokens=6)
+    next(stream)
+    other = decoder.add(prompt, max_new_tokens=6)
+    with pytest.raises(ValueError, match="Decoder.stream: expected no other sequence .*; got 1"):
+        next(stream)
+    assert (decoder.taken, len(tokens_of(decoder)[other])) == (1, 6)
 
 
 def test_a_step_is_a_token_a_slot(device):

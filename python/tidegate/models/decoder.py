@@ -64,7 +64,8 @@ class _StopStrings:
     def found(self, token: int) -> bool:
         self._ids = [*self._ids, token][-self._most :]
         text = self._decode(self._ids)
-        data = text.encode() if isinstance(text, str) else text
+        # Bytes that are no text may come as surrogates, which UTF-8 has no bytes for.
+        data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         return any(string in data for string in self._strings)
 
 
@@ -125,6 +126,7 @@ class Decoder:
         self.max_batch = max_batch
         self._decode = decode
         self._stops: dict[int, _StopStrings] = {}
+        self._streams: dict[int, object] = {}  # whose sequence is in a slot, of those of stream()
         self._decoder = torch.classes.tidegate.Decoder(
             engine, max_batch, capacity, max_stop_ids, prompt_chunk, log_probs, invariant
         )
@@ -225,21 +227,32 @@ class Decoder:
         slot = whole("Decoder.remove", "slot", slot)
         self._decoder.remove(slot)
         self._stops.pop(slot, None)
+        self._streams.pop(slot, None)
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[DecodedToken]:
         """The tokens of one sequence as they are drawn, for a decoder without others; the sequence
         is removed at the end, also where nobody asks for the rest. options: as in add()."""
-        if self.active:
-            raise ValueError(
-                f"Decoder.stream: expected no other sequence that goes on; got {self.active}: "
-                "steps() has the tokens of all"
-            )
+        self._refuse_others(self.active)
         slot = self.add(prompt, **options)
+        mine = self._streams[slot] = object()
+        is_last = False
         try:
-            while self.active:
-                yield from self.steps(1)
+            # Whoever asks for the tokens may remove the sequence, and add another one in its slot.
+            while not is_last and self.active and self._streams.get(slot) is mine:
+                self._refuse_others(self.active - 1)
+                for token in self.steps(1):
+                    is_last = token.is_last
+                    yield token
         finally:
-            self.remove(slot)
+            if self._streams.get(slot) is mine:
+                self.remove(slot)
+
+    def _refuse_others(self, count: int) -> None:
+        if count:
+            raise ValueError(
+                f"Decoder.stream: expected no other sequence that goes on; got {count}: steps() "
+                "has the tokens of all"
+            )
 
     def save_prefix(self, slot: int, path: str | os.PathLike[str]) -> None:
         """Writes what the sequence in `slot`, which has not ended, has read: its state, as a
