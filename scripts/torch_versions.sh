@@ -25,7 +25,7 @@ for version in "${versions[@]}"; do
   "$folder/build/bin/test_ops" --gtest_brief=1
   "$folder/build/bin/test_nn" --gtest_brief=1
   PYTHONPATH=$folder/build/python OMP_NUM_THREADS=1 "$folder/venv/bin/python" -m pytest -q -n "$(jobs)" \
-    tests/python/test_parity{,_errors,_files}.py tests/python/test_models.py \
+    tests/python/test_parity{,_errors,_files}.py tests/python/test_models{,_files}.py \
     tests/python/test_ops_errors.py tests/python/test_ops_torch.py tests/python/test_nn_hgru.py \
     tests/python/test_nn_forgetting_attention.py
 done

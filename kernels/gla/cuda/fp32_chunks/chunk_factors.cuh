@@ -106,15 +106,14 @@ struct LaneScores {
     add_eights(query, key, group);
   }
 
-  /// Adds up over the eight lanes of a warp that have the same group, and stores the sums where
-  /// place_of() says. Each lane ends with an eighth of them: at every step it hands half of what it
-  /// has to another lane, and adds that one's other half.
+  /// Adds up over the eight lanes of a warp that have the same group, by a reduce-scatter, after
+  /// which each lane has an eighth of the sums, and stores them where place_of() says.
   __device__ void store(float* to, int group) {
     int first = 0, last = kAll;
     constexpr int kHalf = larger_half(kAll), kQuarter = larger_half(kHalf);
-    hand_over<kAll>(kGroups, &first, &last);
-    hand_over<kHalf>(2 * kGroups, &first, &last);
-    hand_over<kQuarter>(4 * kGroups, &first, &last);
+    scatter_halves<kAll>(kGroups, &first, &last);
+    scatter_halves<kHalf>(2 * kGroups, &first, &last);
+    scatter_halves<kQuarter>(4 * kGroups, &first, &last);
 #pragma unroll
     for (int i = 0; i < larger_half(kQuarter); ++i) {
       if (first + i < last) to[group * kAll + first + i] = sums[i];
@@ -138,9 +137,11 @@ struct LaneScores {
   }
 
  private:
-  /// Of kCount sums this lane keeps the first half and gets the other lane's, or the second.
+  /// A step of the reduce-scatter: of kCount sums this lane keeps the first half, which is the
+  /// larger one, or the second, and adds what the lane `distance` away has of it. (scatter_sums in
+  /// common/cuda/warp.cuh has powers of two, and lanes that are far apart first.)
   template <int kCount>
-  __device__ void hand_over(int distance, int* first, int* last) {
+  __device__ void scatter_halves(int distance, int* first, int* last) {
     constexpr int kKept = larger_half(kCount);
     const bool keeps_second = (threadIdx.x & distance) != 0;
 #pragma unroll
