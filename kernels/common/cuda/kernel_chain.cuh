@@ -10,7 +10,8 @@ namespace tidegate::kernels {
 
 /// Lets the next kernel begin as soon as all blocks of this one have come here, where it was
 /// launched early: as many of its blocks as there is room for beside these. What it does before it
-/// waits then overlaps with this kernel.
+/// waits then overlaps with this kernel. Where this one comes here after its own wait, and the next
+/// needs nothing of it, that may be all of the next one's work: it waits at its end.
 __device__ inline void let_next_kernel_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -30,6 +30,7 @@ struct ChunkGradients {
   const float* states = nullptr;     // [chunk index, H, K, V]: S before a chunk
   const float* gradients = nullptr;  // D after it
   float* gate_channels = nullptr;    // [B, T, H, K]: dlog f a channel, where the gate is one a head
+  bool runs_beside = false;          // the outputs before, which have waited for factors and states
 };
 
 constexpr int kPairStride = kTokens + 4, kPairSize = kTokens * kPairStride;
@@ -509,8 +510,9 @@ template <int kRows>
 __global__ void __launch_bounds__(kThreads, 2)
     chunk_gradients_kernel(const __grid_constant__ ChunkGradients w) {
   extern __shared__ __align__(16) float memory[];
-  wait_for_kernels_before();
+  if (!w.runs_beside) wait_for_kernels_before();
   GradientTile<kRows>(w, memory).run();
+  if (w.runs_beside) wait_for_kernels_before();
 }
 
 }  // namespace tidegate::kernels::gla::fp32_chunks

@@ -12,7 +12,7 @@
 //   multiply   q~ S in split-K partial sums, of some of the channels a warp
 //   finish     the sum of these, scores times values, the next state
 
-#include "kernels/common/cuda/launch.cuh"
+#include "kernels/common/cuda/kernel_chain.cuh"
 #include "kernels/common/cuda/shared_memory.cuh"
 #include "kernels/gla/cuda/fp32_chunks/chunk_factors.cuh"
 #include "kernels/gla/cuda/fp32_chunks/tile_products.cuh"
@@ -32,6 +32,9 @@ struct ChunkOutputs {
   bool whole = false;
   const float* initial = nullptr;
   float *final = nullptr, *kept = nullptr;
+  // The next kernel needs nothing of this one, but the factors and states that are there when this
+  // one has waited. A kernel that only waits is not let begin: its blocks would take places.
+  bool next_runs_beside = false;
 };
 
 /// A sub-chunk in shared memory: rows of K channels, `stride` apart, but for scores and values.
@@ -309,6 +312,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     chunk_outputs_kernel(const __grid_constant__ ChunkOutputs w) {
   extern __shared__ __align__(16) float memory[];
   wait_for_kernels_before();
+  if (w.next_runs_beside) let_next_kernel_begin();
   OutputTile<kTiles, kAdjoint>(w, memory).run();
 }
 

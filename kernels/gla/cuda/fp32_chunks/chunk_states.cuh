@@ -41,6 +41,7 @@ struct StateScan {
   float* segment_states[kDirections] = {};
   float* segment_decays[kDirections] = {};
   bool divided = false, maps = false;
+  bool runs_beside = false;  // the outputs before, which have waited for the factors
 
   __host__ __device__ int row_tiles() const {
     return static_cast<int>((params.key_dim + kStateRows - 1) / kStateRows);
@@ -287,12 +288,13 @@ __global__ void __launch_bounds__(state_threads(kRows, kColumns),
                                   state_threads(kRows, kColumns) == 128 ? 6 : 2)
     chunk_states_kernel(const __grid_constant__ StateScan w) {
   __shared__ __align__(16) StateStage<kColumns> stages[kStateStages];
-  wait_for_kernels_before();
+  if (!w.runs_beside) wait_for_kernels_before();
   if (blockIdx.y == 0) {
     StateTile<kRows, kColumns, false>(w, stages).run();
   } else {
     StateTile<kRows, kColumns, true>(w, stages).run();
   }
+  if (w.runs_beside) wait_for_kernels_before();
 }
 
 }  // namespace tidegate::kernels::gla::fp32_chunks

@@ -2,7 +2,8 @@
 //
 // Forward: the factors; S before every chunk, unless outputs take whole sequences; the outputs.
 // Backward: the factors; S and, unless dv takes whole sequences and makes it, D; dv; the other
-// gradients. Where few blocks would go through long sequences, the states are found in segments:
+// gradients. What needs nothing of dv's kernel runs beside it: the gradients, or, where these need
+// its D, S. Where few blocks would go through long sequences, the states are found in segments:
 // their maps, these composed, then the states.
 
 #include <algorithm>
@@ -134,13 +135,24 @@ struct Workspace {
   }
 };
 
-/// Whether outputs are made of whole sequences instead of chunks: where their tiles fill the
+/// Blocks of outputs that are made of whole sequences.
+int64_t sequence_blocks(const GlaParams& p, const DeviceLimits& limits) {
+  const int64_t columns = 32 * output_tiles(p, limits.shared_bytes);
+  return p.layout.sequences * p.heads * ceil_div(p.value_dim, columns);
+}
+
+/// Whether outputs are made of whole sequences instead of chunks: where their blocks fill the
 /// device. Then no states of chunks are needed for them. Packed sequences may be a long one and
 /// short ones.
 bool goes_by_sequences(const GlaParams& p, const DeviceLimits& limits) {
-  const int64_t columns = 32 * output_tiles(p, limits.shared_bytes);
-  return p.layout.offsets == nullptr &&
-         p.layout.sequences * p.heads * ceil_div(p.value_dim, columns) >= limits.multiprocessors;
+  return p.layout.offsets == nullptr && sequence_blocks(p, limits) >= limits.multiprocessors;
+}
+
+/// Whether S is found beside dv, which is made of whole sequences: where dv's blocks leave room on
+/// the device, which has two on a multiprocessor.
+bool finds_states_beside(const GlaParams& p, const DeviceLimits& limits) {
+  return p.plan.by_sequences && p.plan.segment_time == 0 &&
+         2 * sequence_blocks(p, limits) <= 3 * limits.multiprocessors;
 }
 
 cudaError_t plan_chunks(const GlaParams& p, int directions, GlaPlan* plan) {
@@ -247,7 +259,7 @@ cudaError_t launch_outputs(const ChunkOutputs& work, cudaStream_t stream) {
 /// o or dv, after the factors and, by chunks, the states.
 template <bool kAdjoint>
 cudaError_t launch_outputs(const StateScan& scan, const HeadSeries& values, const HeadSeries& out,
-                           const DeviceLimits& limits, cudaStream_t stream) {
+                           const DeviceLimits& limits, bool next_runs_beside, cudaStream_t stream) {
   const GlaParams& p = scan.params;
   ChunkOutputs work = {.params = p,
                        .values = values,
@@ -256,7 +268,8 @@ cudaError_t launch_outputs(const StateScan& scan, const HeadSeries& values, cons
                        .chunks = scan.chunks,
                        .blocks = scan.chunks,
                        .states = scan.states[kAdjoint],
-                       .whole = p.plan.by_sequences};
+                       .whole = p.plan.by_sequences,
+                       .next_runs_beside = next_runs_beside};
   if (work.whole) {
     work.blocks = whole_sequences(p.layout);
     work.initial = static_cast<const float*>(scan.initial[kAdjoint]);
@@ -328,7 +341,7 @@ cudaError_t fp32_forward(const GlaParams& p, cudaStream_t stream) {
   if (!by_sequences) {
     TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, 1, stream));
   }
-  return launch_outputs<false>(scan, p.v, p.o, limits, stream);
+  return launch_outputs<false>(scan, p.v, p.o, limits, /*next_runs_beside=*/false, stream);
 }
 
 cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
@@ -343,10 +356,25 @@ cudaError_t fp32_backward(const GlaBackwardParams& b, cudaStream_t stream) {
   float* const gate_channels =
       Workspace(p, scan.factors.chunk, p.plan.segments, kDirections).assign(p.workspace, &scan);
   TIDEGATE_RETURN_IF_CUDA_ERROR(launch_factors(scan, stream));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, p.plan.by_sequences ? 1 : kDirections, stream));
-  TIDEGATE_RETURN_IF_CUDA_ERROR(launch_outputs<true>(scan, b.d_o, b.dv, limits, stream));
-  const ChunkGradients work = {
-      b, scan.factors, scan.chunks, scan.states[0], scan.states[1], gate_channels};
+  // Beside dv's kernel, where there is one: S, if there is room, or gradients that need no D of it.
+  const bool states_beside = finds_states_beside(p, limits);
+  const bool gradients_beside = !p.plan.by_sequences && p.value_dim > 0;
+  if (!states_beside) {
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, p.plan.by_sequences ? 1 : kDirections, stream));
+  }
+  TIDEGATE_RETURN_IF_CUDA_ERROR(
+      launch_outputs<true>(scan, b.d_o, b.dv, limits, states_beside || gradients_beside, stream));
+  if (states_beside) {
+    scan.runs_beside = true;
+    TIDEGATE_RETURN_IF_CUDA_ERROR(find_states(scan, 1, stream));
+  }
+  const ChunkGradients work = {.params = b,
+                               .factors = scan.factors,
+                               .chunks = scan.chunks,
+                               .states = scan.states[0],
+                               .gradients = scan.states[1],
+                               .gate_channels = gate_channels,
+                               .runs_beside = gradients_beside};
   TIDEGATE_RETURN_IF_CUDA_ERROR(gradient_rows(p, scan.factors.chunk, limits.shared_bytes) == 32
                                     ? launch_gradients<32>(work, stream)
                                     : launch_gradients<16>(work, stream));
