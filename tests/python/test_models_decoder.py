@@ -494,6 +494,17 @@ def test_bad_calls(call, message):
             "Decoder: capacity: expected states of 1000 sequences that fit the .* bytes that are "
             "free; got 10000000000 tokens a sequence, which need",
         ),
+        ({"capacity": 2**62}, f"Decoder: capacity: expected .* free; got {2**62} tokens a seq"),
+        (
+            {"max_batch": 2**62},
+            f"Decoder: max_batch: expected states of {2**62} sequences that fit the .* bytes that "
+            f"are free; got {2**62}, which need",
+        ),
+        (
+            {"max_stop_ids": 10**12},
+            "Decoder: max_stop_ids: expected .* free; got 1000000000000 ids a sequence, which need",
+        ),
+        ({"max_stop_ids": 2**62}, f"Decoder: max_stop_ids: expected .* free; got {2**62} ids"),
     ],
 )
 def test_bad_decoders(options, message):

@@ -33,6 +33,25 @@ def test_generate_is_what_the_models_own_steps_give(name, device, monkeypatch):
     assert torch.equal(drawn, again)
 
 
+@pytest.mark.parametrize("eos", [-1, 37, 2**31, -(2**62)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_eos_that_is_no_id_of_the_vocabulary(dtype, eos, monkeypatch):
+    model = make("hgrn2")
+    message = f"^CausalLM.generate: eos: expected an id from 0 to below vocab_size=37; got {eos}$"
+    ids = torch.zeros(1, 3, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids, 2, eos=eos)
+    with pytest.raises(ValueError, match=message):  # the library says the same
+        engine_of(model).start(ids, None, 2, 0.0, None, None, None, 1.0, eos, 0)
+
+
+@pytest.mark.parametrize("count", [10**14, 2**63 - 1])
+def test_more_new_tokens_than_memory(count):
+    message = "^CausalLM.generate: max_new_tokens: expected ids of 1 sequences that fit the .*; got"
+    with pytest.raises(ValueError, match=f"{message} {count}$"):
+        make("hgrn2").generate(torch.zeros(1, 3).long(), count)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
