@@ -33,6 +33,26 @@ def test_generate_is_what_the_models_own_steps_give(name, device, monkeypatch):
     assert torch.equal(drawn, again)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_residual_dtype_under_autocast(name, device, monkeypatch):
+    """The engine, which generate() and a Decoder of before or after run on, has it, too."""
+    model = make(name, torch.float32, device)
+    (prompt,) = prompts(7)
+    ids = prompt[None].to(device)
+    decoder = Decoder(model, 1)
+    with torch.autocast(device, torch.bfloat16):
+        plain = model.generate(ids, 40, temperature=0.0)
+        model.residual_dtype = torch.bfloat16
+        decoder.add(prompt, temperature=0.0, max_new_tokens=40)
+        decoded = decoder.steps(40)
+        found = model.generate(ids, 40, temperature=0.0)
+        assert decoded == found[0, 7:].tolist()
+        monkeypatch.setattr(generating_module, "engine_of", lambda model: None)
+        assert torch.equal(found, model.generate(ids, 40, temperature=0.0))
+        model.residual_dtype = None
+        assert torch.equal(plain, model.generate(ids, 40, temperature=0.0))
+
+
 @pytest.mark.parametrize("eos", [-1, 37, 2**31, -(2**62)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_an_eos_that_is_no_id_of_the_vocabulary(dtype, eos, monkeypatch):

@@ -136,6 +136,7 @@ class Decoder:
         # yet returned: none between two calls, unless `decode` raised.
         self._drawn: deque[DecodedToken] = deque()
         self._ready: deque[DecodedToken] = deque()
+        self._engine = engine
         self._decoder = torch.classes.tidegate.Decoder(
             engine, max_batch, capacity, max_stop_ids, prompt_chunk, log_probs, invariant
         )
@@ -170,6 +171,7 @@ class Decoder:
         asked = _Options(self, "Decoder.add", options)
         ids = [_ids("Decoder.add", prompt) for prompt in prompts]
         lists = [asked.lists() for _ in ids]
+        self._follow_model()
         slots = self._decoder.add(ids, [n for n, _ in lists], [i for _, i in lists])
         for slot in slots:
             asked.watch(slot)
@@ -233,6 +235,7 @@ class Decoder:
 
     def _draw(self, count: int) -> None:
         """So many steps."""
+        self._follow_model()
         integers, log_probs = self._decoder.steps(count)
         self._drawn.extend(
             DecodedToken(token, slot, log_prob, bool(is_last))
@@ -255,6 +258,10 @@ class Decoder:
         else:
             self._drawn.popleft()
         self._ready.append(token)
+
+    def _follow_model(self) -> None:
+        """What is no parameter of the model, and may have changed since the last call."""
+        self._engine.set_residual_dtype(self.model.residual_dtype)
 
     def remove(self, slot: int) -> None:
         """Ends the sequence in `slot`, or only frees the slot where it has ended."""
@@ -306,6 +313,7 @@ class Decoder:
             raise FileNotFoundError(f"Decoder.load_prefix: {path}: no such file")
         tensors = read_tensors(Path(path), None)
         ids = _ids("Decoder.load_prefix", prompt)
+        self._follow_model()
         slot = self._decoder.load_prefix(tensors, ids, *asked.lists())
         asked.watch(slot)
         return slot

@@ -70,6 +70,7 @@ def engine_of(model: nn.Module) -> Any | None:
                 model.config.to_json(), list(made.blueprint.tensors), [t.detach() for t in tensors]
             )
             made.key = key
+        made.engine.set_residual_dtype(model.residual_dtype)
         return made.engine
 
 
