@@ -53,6 +53,18 @@ def test_a_residual_dtype_under_autocast(name, device, monkeypatch):
         assert torch.equal(plain, model.generate(ids, 40, temperature=0.0))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8])
+def test_a_residual_dtype_that_is_none(dtype):
+    model = make("hgrn2")
+    (prompt,) = prompts(3)
+    decoder = Decoder(model, 1)
+    model.residual_dtype = dtype
+    for call in (lambda: model.generate(prompt[None], 2), lambda: decoder.add(prompt)):
+        with pytest.raises(ValueError, match="^CausalLM: residual_dtype: expected a floating"):
+            call()
+    assert decoder.taken == 0
+
+
 @pytest.mark.parametrize("eos", [-1, 37, 2**31, -(2**62)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_an_eos_that_is_no_id_of_the_vocabulary(dtype, eos, monkeypatch):

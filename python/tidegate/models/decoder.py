@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._files import read_tensors, write_tensors
 from .causal_lm import CausalLM
-from .engine import engine_of
+from .engine import engine_of, follow
 from .sampling import SamplingOptions, whole
 
 Prompt = Tensor | Sequence[int]
@@ -171,7 +171,7 @@ class Decoder:
         asked = _Options(self, "Decoder.add", options)
         ids = [_ids("Decoder.add", prompt) for prompt in prompts]
         lists = [asked.lists() for _ in ids]
-        self._follow_model()
+        follow(self._engine, self.model)
         slots = self._decoder.add(ids, [n for n, _ in lists], [i for _, i in lists])
         for slot in slots:
             asked.watch(slot)
@@ -235,7 +235,7 @@ class Decoder:
 
     def _draw(self, count: int) -> None:
         """So many steps."""
-        self._follow_model()
+        follow(self._engine, self.model)
         integers, log_probs = self._decoder.steps(count)
         self._drawn.extend(
             DecodedToken(token, slot, log_prob, bool(is_last))
@@ -258,10 +258,6 @@ class Decoder:
         else:
             self._drawn.popleft()
         self._ready.append(token)
-
-    def _follow_model(self) -> None:
-        """What is no parameter of the model, and may have changed since the last call."""
-        self._engine.set_residual_dtype(self.model.residual_dtype)
 
     def remove(self, slot: int) -> None:
         """Ends the sequence in `slot`, or only frees the slot where it has ended."""
@@ -313,7 +309,7 @@ class Decoder:
             raise FileNotFoundError(f"Decoder.load_prefix: {path}: no such file")
         tensors = read_tensors(Path(path), None)
         ids = _ids("Decoder.load_prefix", prompt)
-        self._follow_model()
+        follow(self._engine, self.model)
         slot = self._decoder.load_prefix(tensors, ids, *asked.lists())
         asked.watch(slot)
         return slot
