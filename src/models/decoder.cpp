@@ -114,7 +114,9 @@ Decoder::Batch::Batch(CausalLM given, const DecoderOptions& wanted)
   TORCH_CHECK_VALUE(options.prompt_chunk() >= 1,
                     "Decoder: prompt_chunk: expected an integer >= 1; got ",
                     options.prompt_chunk());
-  check_memory("Decoder", *model, options.max_batch(), options.capacity());
+  TORCH_CHECK_VALUE(options.max_stop_ids() >= 0,
+                    "Decoder: max_stop_ids: expected an integer >= 0; got ",
+                    options.max_stop_ids());
   RowsOptions asked;
   asked.rows = options.max_batch();
   asked.capacity = options.capacity();
@@ -122,6 +124,7 @@ Decoder::Batch::Batch(CausalLM given, const DecoderOptions& wanted)
   asked.stops = options.max_stop_ids();
   asked.log_probs = options.log_probs();
   asked.row_by_row = options.invariant();
+  check_memory("Decoder", "max_batch", *model, asked);
   const Unrecorded unrecorded;
   engine.emplace(*model, asked);
   is_taken.resize(static_cast<size_t>(options.max_batch()), false);
@@ -365,7 +368,8 @@ std::vector<DecodedToken> Decoder::steps(int64_t count) {
 }
 
 void Decoder::end(int64_t slot) {
-  batch_->leave(batch_->row_of("Decoder.end", slot, /*must_go_on=*/true));
+  const size_t row = batch_->row_of("Decoder.end", slot, /*must_go_on=*/false);
+  if (row < batch_->rows.size()) batch_->leave(row);
 }
 
 void Decoder::remove(int64_t slot) {

@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "src/models/prompt_rows.h"
@@ -23,6 +24,7 @@ constexpr int64_t kRowPack = 8;
 // Caches grow by a quarter, and by so many tokens at least: nothing is copied, but steps are
 // captured anew.
 constexpr int64_t kLeastGrowth = 256;
+constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
 
 const Tensor& head_weight(const CausalLMImpl& model) {
   return model.head ? model.head->weight : model.embedding->weight;
@@ -44,6 +46,20 @@ std::vector<int64_t> versions_of_bounds(const CausalLMImpl& model) {
     versions.push_back(t.is_inference() ? 0 : static_cast<int64_t>(t._version()));
   }
   return versions;
+}
+
+// A product of sizes, or the largest number where it has no place in 64 bits.
+int64_t bounded_product(int64_t a, int64_t b) {
+  return b > 0 && a > kLargest / b ? kLargest : a * b;
+}
+
+// Bytes of one row's states. The sizes of tensors have to fit 64 bits even where nothing is
+// allocated, so that those of very many tokens are made from those of fewer.
+int64_t row_bytes(const CausalLMImpl& model, int64_t capacity) {
+  constexpr int64_t kTokens = int64_t{1} << 32;
+  const int64_t bytes = RowStates::bytes_of(model, 1, std::min(capacity, kTokens));
+  const bool grows = bytes > RowStates::bytes_of(model, 1, 1);
+  return grows && capacity > kTokens ? bounded_product(bytes, capacity / kTokens) : bytes;
 }
 
 }  // namespace
@@ -294,12 +310,21 @@ void KeptRows::put(std::unique_ptr<DecoderRows> rows) {
   std::swap(rows_, rows);
 }
 
-void check_memory(const char* owner, const CausalLMImpl& model, int64_t rows, int64_t capacity) {
-  const int64_t needed = RowStates::bytes_of(model, rows, capacity);
+void check_memory(const char* owner, const char* rows_name, const CausalLMImpl& model,
+                  const RowsOptions& wanted) {
   const auto free = free_bytes(head_weight(model).device());
-  TORCH_CHECK_VALUE(!free || needed <= *free, owner, ": capacity: expected states of ", rows,
-                    " sequences that fit the ", *free, " bytes that are free; got ", capacity,
-                    " tokens a sequence, which need ", needed);
+  if (!free) return;
+  const int64_t rows = wanted.rows;
+  const auto check = [&](const char* name, int64_t row_bytes, int64_t given, const char* unit) {
+    const int64_t needed = bounded_product(rows, row_bytes);
+    TORCH_CHECK_VALUE(needed <= *free, owner, ": ", name, ": expected states of ", rows,
+                      " sequences that fit the ", *free, " bytes that are free; got ", given, unit,
+                      ", which need ", needed, needed == kLargest ? " or more" : "");
+  };
+  check(rows_name, RowStates::bytes_of(model, 1, 1), rows, "");
+  check("max_stop_ids", bounded_product(wanted.stops, sizeof(int64_t)), wanted.stops,
+        " ids a sequence");
+  check("capacity", row_bytes(model, wanted.capacity), wanted.capacity, " tokens a sequence");
 }
 
 }  // namespace tidegate::models

@@ -133,8 +133,9 @@ class KeptRows {
   std::unique_ptr<DecoderRows> rows_;
 };
 
-/// Throws c10::ValueError, beginning with `owner`, where so many rows of so many tokens need more
-/// memory than there is; nothing is allocated.
-void check_memory(const char* owner, const CausalLMImpl& model, int64_t rows, int64_t capacity);
+/// Throws c10::ValueError, beginning with `owner`, where the rows need more memory than there is;
+/// nothing is allocated. `rows_name`: the owner's argument that says how many rows there are.
+void check_memory(const char* owner, const char* rows_name, const CausalLMImpl& model,
+                  const RowsOptions& wanted);
 
 }  // namespace tidegate::models

@@ -23,8 +23,21 @@ constexpr int64_t kTokensAtOnce = 16;
 constexpr int64_t kPromptChunk = 32768;
 // Rows of caches are made in multiples of this, so that a next call finds its own again.
 constexpr int64_t kCapacityStep = 256;
+// New ids for which there is memory on every machine.
+constexpr int64_t kFewIds = int64_t{1} << 20;
 
 int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// Throws where there is no memory for so many new ids of each row. The system is asked only where
+// they are many, since it takes its time to say.
+void check_new_ids(int64_t rows, int64_t count) {
+  if (rows == 0 || count <= kFewIds / rows) return;
+  const auto free = free_bytes(at::kCPU);
+  TORCH_CHECK_VALUE(!free || count <= *free / static_cast<int64_t>(sizeof(int64_t)) / rows,
+                    kGenerate, ": max_new_tokens: expected ids of ", rows,
+                    " sequences that fit the ", free.value_or(0), " bytes that are free; got ",
+                    count);
+}
 
 // Rows of ids, each as long as it is.
 std::vector<Tensor> rows_of(const Tensor& ids, const std::vector<int64_t>& lengths) {
@@ -58,13 +71,18 @@ Generation::Generation(CausalLMImpl& model, const Tensor& ids, const GenerateOpt
   const Unrecorded unrecorded;
   check_ids(kGenerate, ids, model.config.vocab_size);
   const int64_t count = options.max_new_tokens(), batch = ids.size(0);
+  const int64_t vocab = *model.config.vocab_size;
   TORCH_CHECK_VALUE(count >= 0, kGenerate, ": max_new_tokens: expected an integer >= 0; got ",
                     count);
   check_sampling(kGenerate, options.temperature(), options.top_k(), options.top_p(),
                  options.min_p(), options.repetition_penalty());
+  TORCH_CHECK_VALUE(!options.eos() || (*options.eos() >= 0 && *options.eos() < vocab), kGenerate,
+                    ": eos: expected an id from 0 to below vocab_size=", vocab, "; got ",
+                    options.eos().value_or(0));
   const std::vector<int64_t> lengths = host_lengths(ids, options.lengths(), /*minimum=*/1);
   TORCH_CHECK_VALUE(ids.size(1) > 0,
                     "CausalLM.prefill: ids: expected at least one token; got none");
+  check_new_ids(batch, count);
   new_ids_ = at::zeros({batch, count}, at::kLong);
   is_done_ = count == 0 || batch == 0;
   if (is_done_) return;
@@ -77,7 +95,7 @@ Generation::Generation(CausalLMImpl& model, const Tensor& ids, const GenerateOpt
   wanted.capacity = rounded_up(longest + count, kCapacityStep);
   rows_ = model.kept_->take(model, wanted);
   if (!rows_) {
-    check_memory(kGenerate, model, batch, wanted.capacity);
+    check_memory(kGenerate, "ids", model, wanted);
     rows_ = std::make_unique<DecoderRows>(model, wanted);
   }
   const std::vector<RowSettings> settings = settings_of(options, batch);

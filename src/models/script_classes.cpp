@@ -50,6 +50,12 @@ struct SharedCausalLM : torch::CustomClassHolder {
     model->eval();
   }
 
+  /// As CausalLM's residual_dtype: a torch.dtype comes as its number.
+  void set_residual_dtype(std::optional<int64_t> dtype) {
+    model->residual_dtype.reset();
+    if (dtype) model->residual_dtype = static_cast<at::ScalarType>(*dtype);
+  }
+
   CausalLM model{nullptr};
 };
 
@@ -189,6 +195,7 @@ TORCH_LIBRARY_FRAGMENT(tidegate, m) {
       });
   m.class_<SharedCausalLM>("CausalLM")
       .def(torch::init<std::string, std::vector<std::string>, std::vector<Tensor>>())
+      .def("set_residual_dtype", &SharedCausalLM::set_residual_dtype)
       .def("start", &start);
   m.class_<RowSampler>("RowSampler")
       .def(torch::init<int64_t, int64_t, at::Device, double, std::optional<int64_t>,

@@ -151,7 +151,33 @@ TEST(Decoder, RefusesWhatDoesNotFit) {
   decoder.remove(slot);
   EXPECT_THROW(decoder.remove(slot), c10::ValueError);
   EXPECT_THROW(decoder.steps(0), c10::ValueError);
+  constexpr int64_t kMany = int64_t{1} << 62;
   EXPECT_THROW(Decoder(model, DecoderOptions(0)), c10::ValueError);
+  EXPECT_THROW(Decoder(model, DecoderOptions(kMany)), c10::ValueError);
+  EXPECT_THROW(Decoder(model, DecoderOptions(1).max_stop_ids(-1)), c10::ValueError);
+  EXPECT_THROW(Decoder(model, DecoderOptions(1).max_stop_ids(kMany)), c10::ValueError);
+  EXPECT_THROW(Decoder(made("fox"), DecoderOptions(1).capacity(kMany)), c10::ValueError);
+  for (const int64_t eos : {int64_t{-1}, int64_t{23}, kMany}) {
+    EXPECT_THROW(model->generate(ids.unsqueeze(0), GenerateOptions(2).eos(eos)), c10::ValueError);
+  }
+  EXPECT_THROW(model->generate(ids.unsqueeze(0), GenerateOptions(kMany)), c10::ValueError);
+}
+
+TEST(Decoder, EndsWhatHasEnded) {
+  CausalLM model = made("hgrn2");
+  Decoder decoder(model, DecoderOptions(2));
+  const Tensor ids = at::zeros({2}, at::kLong);
+  const int64_t slot = decoder.add(ids, SequenceOptions().max_new_tokens(1));
+  const int64_t other = decoder.add(ids);
+  decoder.steps(1);
+  decoder.end(slot);
+  EXPECT_EQ(decoder.active(), 1);
+  decoder.end(other);
+  decoder.end(other);
+  EXPECT_EQ(decoder.active(), 0);
+  EXPECT_EQ(decoder.taken(), 2);
+  decoder.remove(slot);
+  EXPECT_THROW(decoder.end(slot), c10::ValueError);
 }
 
 }  // namespace

@@ -289,6 +289,75 @@ def test_stop_strings_in_text_with_bytes_that_are_none():
     assert tokens_of(decoder, 12)[slot] == free[: free.index(free[last]) + 1]
 
 
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_no_token_is_lost_where_a_text_cannot_be_made(count):
+    """The error reaches the caller; the next calls have the tokens, as if nothing had been."""
+    model = make("hgrn2")
+    first, second = prompts(5, 6)
+    drawn = {"temperature": 3.0, "seed": 1}
+    wanted = [alone(model, p, 12, **drawn) for p in (first, second)]
+    last = max(wanted[0].index(token) for token in wanted[0])
+    assert last > 3
+    calls = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 3, 6):
+            raise RuntimeError("no text")
+        return "".join(chr(i + 64) for i in ids)
+
+    decoder = Decoder(model, 2, decode=decode)
+    stop = chr(wanted[0][last] + 64)
+    slots = [
+        decoder.add(first, **drawn, stop_strings=[stop]),
+        decoder.add(second, **drawn, max_new_tokens=12),
+    ]
+    found: dict[int, list] = {slot: [] for slot in slots}
+    errors = 0
+    while decoder.active:
+        try:
+            for token in decoder.steps(count):
+                found[token.slot].append(token)
+        except RuntimeError:
+            errors += 1
+    assert errors == 3
+    assert [found[slot] for slot in slots] == [wanted[0][: last + 1], wanted[1]]
+    for tokens in found.values():
+        assert [t.is_last for t in tokens] == [False] * (len(tokens) - 1) + [True]
+
+
+def test_a_sequence_whose_text_cannot_be_made_leaves_the_others_alone():
+    model = make("hgrn2")
+    first, second = prompts(5, 6)
+
+    def decode(ids: list[int]) -> str:
+        raise RuntimeError("no text")
+
+    decoder = Decoder(model, 2, decode=decode)
+    bad = decoder.add(first, temperature=0.0, stop_strings=["x"])
+    good = decoder.add(second, temperature=0.0, max_new_tokens=12)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no text"):
+            decoder.steps(5)
+    decoder.remove(bad)
+    assert [decoder.add(first, temperature=0.0, max_new_tokens=1), decoder.step()[good]] == [
+        bad,
+        alone(model, second, 1, temperature=0.0)[0],
+    ]
+    tokens = [token for token in decoder.steps(20) if token.slot == good]
+    while decoder.active:
+        tokens += [token for token in decoder.steps(20) if token.slot == good]
+    assert tokens == alone(model, second, 12, temperature=0.0)[1:]
+
+
+def test_a_decode_that_makes_no_text():
+    decoder = Decoder(make("hgrn2"), 1, decode=lambda ids: ids)
+    decoder.add(prompts(5)[0], stop_strings=["x"])
+    with pytest.raises(ValueError, match=r"Decoder: decode: expected text or bytes of it; got \["):
+        decoder.step()
+
+
 def test_log_probs(device):
     """They are those of the logits as they are, whatever the temperature and the filters."""
     model = make("fox", device=device)
@@ -494,6 +563,17 @@ def test_bad_calls(call, message):
             "Decoder: capacity: expected states of 1000 sequences that fit the .* bytes that are "
             "free; got 10000000000 tokens a sequence, which need",
         ),
+        ({"capacity": 2**62}, f"Decoder: capacity: expected .* free; got {2**62} tokens a seq"),
+        (
+            {"max_batch": 2**62},
+            f"Decoder: max_batch: expected states of {2**62} sequences that fit the .* bytes that "
+            f"are free; got {2**62}, which need",
+        ),
+        (
+            {"max_stop_ids": 10**12},
+            "Decoder: max_stop_ids: expected .* free; got 1000000000000 ids a sequence, which need",
+        ),
+        ({"max_stop_ids": 2**62}, f"Decoder: max_stop_ids: expected .* free; got {2**62} ids"),
     ],
 )
 def test_bad_decoders(options, message):

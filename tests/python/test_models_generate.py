@@ -33,6 +33,57 @@ def test_generate_is_what_the_models_own_steps_give(name, device, monkeypatch):
     assert torch.equal(drawn, again)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_residual_dtype_under_autocast(name, device, monkeypatch):
+    """The engine, which generate() and a Decoder of before or after run on, has it, too."""
+    model = make(name, torch.float32, device)
+    (prompt,) = prompts(7)
+    ids = prompt[None].to(device)
+    decoder = Decoder(model, 1)
+    with torch.autocast(device, torch.bfloat16):
+        plain = model.generate(ids, 40, temperature=0.0)
+        model.residual_dtype = torch.bfloat16
+        decoder.add(prompt, temperature=0.0, max_new_tokens=40)
+        decoded = decoder.steps(40)
+        found = model.generate(ids, 40, temperature=0.0)
+        assert decoded == found[0, 7:].tolist()
+        monkeypatch.setattr(generating_module, "engine_of", lambda model: None)
+        assert torch.equal(found, model.generate(ids, 40, temperature=0.0))
+        model.residual_dtype = None
+        assert torch.equal(plain, model.generate(ids, 40, temperature=0.0))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8])
+def test_a_residual_dtype_that_is_none(dtype):
+    model = make("hgrn2")
+    (prompt,) = prompts(3)
+    decoder = Decoder(model, 1)
+    model.residual_dtype = dtype
+    for call in (lambda: model.generate(prompt[None], 2), lambda: decoder.add(prompt)):
+        with pytest.raises(ValueError, match="^CausalLM: residual_dtype: expected a floating"):
+            call()
+    assert decoder.taken == 0
+
+
+@pytest.mark.parametrize("eos", [-1, 37, 2**31, -(2**62)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_eos_that_is_no_id_of_the_vocabulary(dtype, eos, monkeypatch):
+    model = make("hgrn2")
+    message = f"^CausalLM.generate: eos: expected an id from 0 to below vocab_size=37; got {eos}$"
+    ids = torch.zeros(1, 3, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids, 2, eos=eos)
+    with pytest.raises(ValueError, match=message):  # the library says the same
+        engine_of(model).start(ids, None, 2, 0.0, None, None, None, 1.0, eos, 0)
+
+
+@pytest.mark.parametrize("count", [10**14, 2**63 - 1])
+def test_more_new_tokens_than_memory(count):
+    message = "^CausalLM.generate: max_new_tokens: expected ids of 1 sequences that fit the .*; got"
+    with pytest.raises(ValueError, match=f"{message} {count}$"):
+        make("hgrn2").generate(torch.zeros(1, 3).long(), count)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)

@@ -64,7 +64,7 @@ struct GenerateOptions {
   TORCH_ARG(std::optional<int64_t>, top_k) = std::nullopt;
   /// and from the fewest whose probabilities reach top_p.
   TORCH_ARG(std::optional<double>, top_p) = std::nullopt;
-  /// A row ends with this token; generation ends when all rows have.
+  /// A row ends with this token, an id of the vocabulary; generation ends when all rows have.
   TORCH_ARG(std::optional<int64_t>, eos) = std::nullopt;
   /// What is drawn depends on this, the row's number and the token's alone, and torch's generators
   /// stay untouched: the same tokens on one device from C++ and from Python. Unset: a seed from

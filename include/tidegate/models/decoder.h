@@ -102,7 +102,7 @@ class Decoder {
   /// cost less than one by one.
   std::vector<DecodedToken> steps(int64_t count);
 
-  /// Ends the sequence in `slot`, which stays taken.
+  /// Ends the sequence in `slot`, unless it has ended; the slot stays taken.
   void end(int64_t slot);
   /// Ends the sequence in `slot`, or only frees the slot where it has ended.
   void remove(int64_t slot);

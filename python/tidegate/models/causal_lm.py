@@ -216,9 +216,10 @@ class CausalLM(Model):
         none) up to the end. temperature 0 takes the likeliest token, otherwise tokens are drawn,
         from the top_k likeliest, from the fewest whose probabilities reach top_p, and from those
         at least so likely as min_p times the likeliest. repetition_penalty divides the logits of
-        tokens that the row has, or multiplies them where they are negative. A row ends with `eos`;
-        generation ends when all rows have. seed: what is drawn depends on it, on the row's number
-        and the token's, and torch's own generators stay untouched. lengths: as in prefill().
+        tokens that the row has, or multiplies them where they are negative. A row ends with `eos`,
+        an id of the vocabulary; generation ends when all rows have. seed: what is drawn depends on
+        it, on the row's number and the token's, and torch's own generators stay untouched.
+        lengths: as in prefill().
 
         The library's decoding engine makes the steps, on a GPU as one CUDA graph each
         (docs/generation.md).
@@ -226,6 +227,11 @@ class CausalLM(Model):
         check_ids("CausalLM.generate", ids, self.config.vocab_size)
         max_new_tokens = whole("CausalLM.generate", "max_new_tokens", max_new_tokens, 0)
         eos = None if eos is None else whole("CausalLM.generate", "eos", eos)
+        if eos is not None and not 0 <= eos < self.config.vocab_size:
+            raise ValueError(
+                "CausalLM.generate: eos: expected an id from 0 to below "
+                f"vocab_size={self.config.vocab_size}; got {eos}"
+            )
         refuse_sharded("CausalLM.generate", self.named_parameters(), "load it whole to generate")
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         options.check("CausalLM.generate")

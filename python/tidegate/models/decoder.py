@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ._files import read_tensors, write_tensors
 from .causal_lm import CausalLM
-from .engine import engine_of
+from .engine import engine_of, follow
 from .sampling import SamplingOptions, whole
 
 Prompt = Tensor | Sequence[int]
@@ -62,10 +63,13 @@ class _StopStrings:
         self._ids: list[int] = []
 
     def found(self, token: int) -> bool:
-        self._ids = [*self._ids, token][-self._most :]
-        text = self._decode(self._ids)
+        ids = [*self._ids, token][-self._most :]
+        text = self._decode(list(ids))
         # Bytes that are no text may come as surrogates, which UTF-8 has no bytes for.
         data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+        if not isinstance(data, (bytes, bytearray)):
+            raise ValueError(f"Decoder: decode: expected text or bytes of it; got {text!r}")
+        self._ids = ids
         return any(string in data for string in self._strings)
 
 
@@ -90,7 +94,8 @@ class Decoder:
         invariant: whether a sequence's logits have the same bits whatever else is in the batch.
             Costs: a step always computes all slots (on the CPU its rows alone), prompts
             are read one by one, and capacity is a limit.
-        decode: the text of a list of ids, for stop strings.
+        decode: the text of a list of ids, for stop strings. What it raises reaches whoever calls
+            steps(), and no token is lost.
 
     Raises ValueError for wrong arguments, here and in every method, before anything changes.
     """
@@ -127,14 +132,20 @@ class Decoder:
         self._decode = decode
         self._stops: dict[int, _StopStrings] = {}
         self._streams: dict[int, object] = {}  # whose sequence is in a slot, of those of stream()
+        # Tokens that were drawn and not yet looked at for stop strings, and that were and are not
+        # yet returned: none between two calls, unless `decode` raised.
+        self._drawn: deque[DecodedToken] = deque()
+        self._ready: deque[DecodedToken] = deque()
+        self._engine = engine
         self._decoder = torch.classes.tidegate.Decoder(
             engine, max_batch, capacity, max_stop_ids, prompt_chunk, log_probs, invariant
         )
 
     @property
     def active(self) -> int:
-        """How many sequences go on."""
-        return self._decoder.active()
+        """How many sequences go on: steps() has tokens of theirs."""
+        ended = sum(token.is_last for token in (*self._drawn, *self._ready))
+        return self._decoder.active() + ended
 
     @property
     def taken(self) -> int:
@@ -160,6 +171,7 @@ class Decoder:
         asked = _Options(self, "Decoder.add", options)
         ids = [_ids("Decoder.add", prompt) for prompt in prompts]
         lists = [asked.lists() for _ in ids]
+        follow(self._engine, self.model)
         slots = self._decoder.add(ids, [n for n, _ in lists], [i for _, i in lists])
         for slot in slots:
             asked.watch(slot)
@@ -204,28 +216,55 @@ class Decoder:
     def steps(self, count: int) -> list[DecodedToken]:
         """So many steps: their tokens in the order in which they were drawn; after a sequence's
         last one no more of it. The host waits once for all of them: a few at a time cost less than
-        one by one."""
-        integers, log_probs = self._decoder.steps(whole("Decoder.steps", "count", count))
+        one by one.
+
+        Where `decode` raises, so does this. The tokens of these steps are kept: the next calls ask
+        `decode` again and return them, at most `count` a sequence, before any other step is made.
+        remove() drops those of a sequence whose text cannot be made."""
+        count = whole("Decoder.steps", "count", count, 1)
+        if not self._drawn and not self._ready:
+            self._draw(count)
+        while self._drawn:
+            self._look_for_stop()
         tokens = []
-        ended: set[int] = set()
-        for (slot, token, is_last), log_prob in zip(
-            integers.tolist(), log_probs.tolist(), strict=True
-        ):
-            if slot in ended:
-                continue
-            stops = self._stops.get(slot)
-            if stops is not None and stops.found(token):
-                ended.add(slot)
-                if not _has_ended(integers, slot):
-                    self._decoder.end(slot)
-                is_last = True
-            tokens.append(DecodedToken(token, slot, log_prob, bool(is_last)))
+        counts: Counter[int] = Counter()
+        while self._ready and counts[self._ready[0].slot] < count:
+            counts[self._ready[0].slot] += 1
+            tokens.append(self._ready.popleft())
         return tokens
+
+    def _draw(self, count: int) -> None:
+        """So many steps."""
+        follow(self._engine, self.model)
+        integers, log_probs = self._decoder.steps(count)
+        self._drawn.extend(
+            DecodedToken(token, slot, log_prob, bool(is_last))
+            for (slot, token, is_last), log_prob in zip(
+                integers.tolist(), log_probs.tolist(), strict=True
+            )
+        )
+
+    def _look_for_stop(self) -> None:
+        """The first token that was drawn becomes one to return; it changes nothing where `decode`
+        raises."""
+        token = self._drawn[0]
+        stops = self._stops.get(token.slot)
+        if stops is not None and stops.found(token):
+            mine = [other for other in self._drawn if other.slot == token.slot]
+            if not mine[-1].is_last:
+                self._decoder.end(token.slot)
+            self._drawn = deque(other for other in self._drawn if other.slot != token.slot)
+            token.is_last = True
+        else:
+            self._drawn.popleft()
+        self._ready.append(token)
 
     def remove(self, slot: int) -> None:
         """Ends the sequence in `slot`, or only frees the slot where it has ended."""
         slot = whole("Decoder.remove", "slot", slot)
         self._decoder.remove(slot)
+        self._drawn = deque(token for token in self._drawn if token.slot != slot)
+        self._ready = deque(token for token in self._ready if token.slot != slot)
         self._stops.pop(slot, None)
         self._streams.pop(slot, None)
 
@@ -270,6 +309,7 @@ class Decoder:
             raise FileNotFoundError(f"Decoder.load_prefix: {path}: no such file")
         tensors = read_tensors(Path(path), None)
         ids = _ids("Decoder.load_prefix", prompt)
+        follow(self._engine, self.model)
         slot = self._decoder.load_prefix(tensors, ids, *asked.lists())
         asked.watch(slot)
         return slot
@@ -325,11 +365,6 @@ def _list(owner: str, name: str, options: dict[str, Any]) -> list[Any]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"{owner}: {name}: expected a list; got {value!r}")
     return list(value)
-
-
-def _has_ended(integers: Tensor, slot: int) -> bool:
-    """Whether the sequence's last token is among these."""
-    return bool(integers[integers[:, 0] == slot][-1, 2])
 
 
 def _ids(owner: str, prompt: Prompt) -> Tensor:

@@ -70,7 +70,18 @@ def engine_of(model: nn.Module) -> Any | None:
                 model.config.to_json(), list(made.blueprint.tensors), [t.detach() for t in tensors]
             )
             made.key = key
+        follow(made.engine, model)
         return made.engine
+
+
+def follow(engine: Any, model: nn.Module) -> None:
+    """Gives the engine what is no parameter of the model and may change after it was made."""
+    dtype = model.residual_dtype
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"CausalLM: residual_dtype: expected a floating-point dtype or None; got {dtype!r}"
+        )
+    engine.set_residual_dtype(dtype)
 
 
 def _blueprint(model: nn.Module) -> _Blueprint:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..nn._common import is_autocast
 from ._inputs import lengths_tensor
 from .engine import engine_of
 from .sampling import Sampler, SamplingOptions, evaluating
@@ -26,9 +25,7 @@ def continued(
     eos: int | None,
 ) -> Tensor:
     """The new tokens ``[B, <= count]``."""
-    # The engine knows of no residual stream with a dtype of its own.
-    is_rounded = model.residual_dtype is not None and is_autocast(ids)
-    engine = None if is_rounded else engine_of(model)
+    engine = engine_of(model)
     if engine is None:
         with evaluating(model):
             return _continued_in_python(model, ids, lengths, count, options, eos)
