@@ -201,6 +201,36 @@ def test_rows_can_be_chosen_and_forgotten(name: str) -> None:
         torch.testing.assert_close(begun, wanted, rtol=1e-9, atol=1e-9)
 
 
+@every_mixer
+def test_a_mask_of_the_past_agrees_with_what_was_read(name: str) -> None:
+    """Padding that was left out may be named again or not; a token that was read cannot be hidden,
+    whatever has become of the rows since."""
+    model = causal_lm(name)
+    ids, mask = left_padded(*LENGTHS)
+    nexts = torch.tensor([[3], [4], [5]])
+    one = torch.ones_like(nexts)
+    with torch.no_grad():
+        wanted = model(torch.cat([ids, nexts], 1), attention_mask=torch.cat([mask, one], 1))
+        for past in (mask, torch.ones_like(mask), mask[:, :0]):
+            cache = model(ids, attention_mask=mask, use_cache=True).cache
+            found = model(nexts, attention_mask=torch.cat([past, one], 1), cache=cache).logits
+            torch.testing.assert_close(found, wanted.logits[:, -1:], rtol=1e-9, atol=1e-9)
+        order = torch.tensor([2, 0, 0])
+        cache = model(ids, attention_mask=mask, use_cache=True).cache
+        cache.reorder_cache(order)
+        past = mask[order]
+        model(nexts, attention_mask=torch.cat([past, one], 1), cache=cache)
+        past = torch.cat([past, one], 1)
+        past[1, 3] = 0
+        with pytest.raises(ValueError, match=r"attention_mask: .*a state does not forget it; got"):
+            model(nexts, attention_mask=torch.cat([past, one], 1), cache=cache)
+        with pytest.raises(ValueError, match=r"expected \[B=3, T=1 or past \+ T=8\].*got \(3, 7\)"):
+            model(nexts, attention_mask=past, cache=cache)
+        cache.reset()
+        model(ids, attention_mask=mask.flip(0), cache=cache)
+        model(nexts, attention_mask=torch.cat([mask.flip(0), one], 1), cache=cache)
+
+
 def test_attention_can_take_tokens_back() -> None:
     model = causal_lm("fox")
     ids, mask = left_padded(*LENGTHS)
@@ -213,8 +243,8 @@ def test_attention_can_take_tokens_back() -> None:
         cache.crop(-2)
         assert cache.get_seq_length() == 6
         last = torch.full((3, 1), 9)
-        found = model(last, cache=cache).logits[:, 0]
         full = torch.cat([mask, torch.ones(3, 1)], 1)
+        found = model(last, cache=cache, attention_mask=full).logits[:, 0]
         wanted = model(torch.cat([ids, last], 1), attention_mask=full).logits[:, -1]
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 

@@ -78,16 +78,20 @@ def test_the_loss_falls_and_a_run_resumes(tmp_path: Path) -> None:
     assert found.generate(prompt, max_new_tokens=4, do_sample=False)[0, 3:].tolist() == [6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("with_bounds", [False, True])
-def test_packed_batches_train(with_bounds: bool, tmp_path: Path) -> None:
-    """The collator's positions, or its cu_seq_lens: the same losses."""
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=with_bounds)
-    run = trainer(
-        tmp_path, 20, data_collator=collator, train_dataset=Cycles(64, uneven=True),
-        gradient_checkpointing=True, save_strategy="no",
-    )  # fmt: skip
-    run.train()
-    assert losses(run)[-1] < 1.0
+def test_packed_batches_train(tmp_path: Path) -> None:
+    """The collator's positions, its cu_seq_lens, or its seq_idx alone: the same losses."""
+    found = []
+    for kind in ("position_ids", "flash_attn_kwargs", "seq_idx"):
+        says = {f"return_{k}": k == kind for k in ("position_ids", "flash_attn_kwargs", "seq_idx")}
+        run = trainer(
+            tmp_path / kind, 20, data_collator=DataCollatorWithFlattening(**says),
+            train_dataset=Cycles(64, uneven=True), gradient_checkpointing=True, save_strategy="no",
+        )  # fmt: skip
+        run.train()
+        assert losses(run)[-1] < 1.0
+        found.append(losses(run))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
 
 
 def test_gradients_accumulate_over_tokens(tmp_path: Path) -> None:
