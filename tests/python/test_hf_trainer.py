@@ -107,6 +107,16 @@ def test_gradients_accumulate_over_tokens(tmp_path: Path) -> None:
     assert runs[0] == pytest.approx(runs[1], rel=1e-3)
 
 
+def test_label_smoothing_is_of_the_next_token(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 1, label_smoothing_factor=0.1, save_strategy="no")
+    batch = run.data_collator([run.train_dataset[k] for k in range(4)])
+    logits = run.model(batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    wanted = torch.nn.functional.cross_entropy(
+        logits, batch["labels"][:, 1:].flatten(), label_smoothing=0.1
+    )
+    torch.testing.assert_close(run.compute_loss(run.model, dict(batch)), wanted)
+
+
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
     """The most elements that a result of any op has."""
 
