@@ -367,6 +367,8 @@ def test_errors_name_the_argument() -> None:
     model = causal_lm("hgrn")
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
+    with pytest.raises(ValueError, match="Classification: expected either input_ids or inputs_emb"):
+        hf.TidegateForSequenceClassification(config("hgrn"))()
     ids = ids_of(1, 4)
     for columns in (3, 5):
         with pytest.raises(ValueError, match=r"attention_mask: expected \[B=1, T=4\] of 1"):

@@ -532,6 +532,10 @@ class TidegateForSequenceClassification(TidegatePreTrainedModel):
         attention_mask or, without one, by config.pad_token_id on either side, or of N packed
         sequences."""
         kwargs.pop("use_cache", None)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                "TidegateForSequenceClassification: expected either input_ids or inputs_embeds"
+            )
         packing = packing_from(kwargs)
         given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
         tokens = lay_out(given[..., None], attention_mask, position_ids, **packing)
