@@ -72,6 +72,21 @@ def test_to_and_from_causal_lm_share_parameters(name: str, tied: bool) -> None:
     close(back(ids).logits, model(ids).logits)
 
 
+def test_what_no_causal_lm_has_is_not_left_out() -> None:
+    untied = causal_lm("hgrn2", tie_word_embeddings=False)
+    untied.set_output_embeddings(torch.nn.Linear(16, 40))
+    with pytest.raises(ValueError, match=r"to_causal_lm: .*they differ by lm_head\.bias"):
+        untied.to_causal_lm()
+    tied = causal_lm("hgrn2")
+    tied.lm_head.weight = torch.nn.Parameter(tied.lm_head.weight.detach() * 2)
+    with pytest.raises(ValueError, match=r"to_causal_lm: .*they differ by lm_head\.weight"):
+        tied.to_causal_lm()
+    away = causal_lm("hgrn2")
+    away.model.norm.to("meta")
+    with pytest.raises(ValueError, match=r"loaded whole; got model\.norm\.weight, .*on the meta"):
+        away.to_causal_lm()
+
+
 @every_mixer
 @pytest.mark.parametrize("tied", [True, False])
 def test_save_and_load(name: str, tied: bool, tmp_path: Path) -> None:
@@ -240,6 +255,10 @@ def test_peft_finds_the_projections(name: str) -> None:
     assert any("glu.in_proj" in n for n in found)
     idle = [n for n, p in found.items() if p.grad is None or p.grad.abs().sum() == 0]
     assert idle == []
+    with pytest.raises(ValueError, match=r"merge_and_unload\(\) first"):
+        model.to_causal_lm()
+    whole = tuned.eval().merge_and_unload()
+    close(whole.to_causal_lm()(ids).logits, whole(ids).logits)
 
 
 @every_mixer

@@ -343,11 +343,26 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
         return model.train(lm.training)
 
     def to_causal_lm(self) -> CausalLM:
-        """Makes a CausalLM of this model that shares its parameters."""
+        """Makes a CausalLM of this model that shares its parameters. Raises ValueError for what a
+        CausalLM would not have: adapters, a bias of the head, a head of its own where the
+        configuration ties it, and weights that accelerate has put away."""
         lm = CausalLM(self.config.lm_config(), device="meta")
         mine = _tensors(self)
-        tensors = {name: mine[_their_name(name)] for name in lm.state_dict()}
-        lm.load_state_dict(tensors, strict=True, assign=True)
+        if lm.head is None and mine.get("lm_head.weight") is self.model.embedding.weight:
+            del mine["lm_head.weight"]
+        names = {_their_name(name): name for name in lm.state_dict()}
+        if differ := sorted(names.keys() ^ mine.keys()):
+            raise ValueError(
+                "TidegateForCausalLM.to_causal_lm: expected the parameters of a CausalLM (adapters "
+                f"are merged by merge_and_unload() first); they differ by {', '.join(differ[:4])}"
+            )
+        away = [name for name, t in mine.items() if t.is_meta]
+        if away and len(away) < len(mine):
+            raise ValueError(
+                "TidegateForCausalLM.to_causal_lm: expected a model that was loaded whole; got "
+                f"{', '.join(away[:4])} on the meta device"
+            )
+        lm.load_state_dict({names[n]: t for n, t in mine.items()}, strict=True, assign=True)
         return lm.train(self.training)
 
     def get_output_embeddings(self) -> nn.Module:
