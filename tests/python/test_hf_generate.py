@@ -73,6 +73,23 @@ def test_embeddings_can_be_the_prompt(name: str, with_ids: bool) -> None:
     assert torch.equal(found[:, -6:], wanted)
 
 
+@every_mixer
+def test_prompt_tuning_generates(name: str) -> None:
+    """PEFT's virtual tokens, which its masks cover, too, come before padding."""
+    peft = pytest.importorskip("peft")
+    settings = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=16, num_attention_heads=1
+    )
+    model = peft.get_peft_model(causal_lm(name), settings).double()
+    ids, mask = left_padded(*LENGTHS)
+    model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    model.eval()
+    how = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with_cache = model.generate(input_ids=ids, **how)
+    assert torch.equal(with_cache, model.generate(input_ids=ids, use_cache=False, **how))
+
+
 def test_rows_end_on_their_own() -> None:
     model = causal_lm("hgrn2")
     ids, mask = left_padded(*LENGTHS)

@@ -498,6 +498,9 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )
         inputs.pop("position_ids", None)
+        # By its old name, for which PEFT looks: without one, prompt tuning reads its virtual tokens
+        # again before each token.
+        inputs["past_key_values"] = inputs.pop(_CACHE, None)
         ids = inputs.get("input_ids")
         if ids is not None and ids.size(1) == 1 and not kwargs.get("is_first_iteration", False):
             inputs.pop("attention_mask", None)
