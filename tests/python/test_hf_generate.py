@@ -73,6 +73,23 @@ def test_embeddings_can_be_the_prompt(name: str, with_ids: bool) -> None:
     assert torch.equal(found[:, -6:], wanted)
 
 
+@every_mixer
+def test_prompt_tuning_generates(name: str) -> None:
+    """PEFT's virtual tokens, which its masks cover, too, come before padding."""
+    peft = pytest.importorskip("peft")
+    settings = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=16, num_attention_heads=1
+    )
+    model = peft.get_peft_model(causal_lm(name), settings).double()
+    ids, mask = left_padded(*LENGTHS)
+    model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    model.eval()
+    how = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with_cache = model.generate(input_ids=ids, **how)
+    assert torch.equal(with_cache, model.generate(input_ids=ids, use_cache=False, **how))
+
+
 def test_rows_end_on_their_own() -> None:
     model = causal_lm("hgrn2")
     ids, mask = left_padded(*LENGTHS)
@@ -201,6 +218,36 @@ def test_rows_can_be_chosen_and_forgotten(name: str) -> None:
         torch.testing.assert_close(begun, wanted, rtol=1e-9, atol=1e-9)
 
 
+@every_mixer
+def test_a_mask_of_the_past_agrees_with_what_was_read(name: str) -> None:
+    """Padding that was left out may be named again or not; a token that was read cannot be hidden,
+    whatever has become of the rows since."""
+    model = causal_lm(name)
+    ids, mask = left_padded(*LENGTHS)
+    nexts = torch.tensor([[3], [4], [5]])
+    one = torch.ones_like(nexts)
+    with torch.no_grad():
+        wanted = model(torch.cat([ids, nexts], 1), attention_mask=torch.cat([mask, one], 1))
+        for past in (mask, torch.ones_like(mask), mask[:, :0]):
+            cache = model(ids, attention_mask=mask, use_cache=True).cache
+            found = model(nexts, attention_mask=torch.cat([past, one], 1), cache=cache).logits
+            torch.testing.assert_close(found, wanted.logits[:, -1:], rtol=1e-9, atol=1e-9)
+        order = torch.tensor([2, 0, 0])
+        cache = model(ids, attention_mask=mask, use_cache=True).cache
+        cache.reorder_cache(order)
+        past = mask[order]
+        model(nexts, attention_mask=torch.cat([past, one], 1), cache=cache)
+        past = torch.cat([past, one], 1)
+        past[1, 3] = 0
+        with pytest.raises(ValueError, match=r"attention_mask: .*a state does not forget it; got"):
+            model(nexts, attention_mask=torch.cat([past, one], 1), cache=cache)
+        with pytest.raises(ValueError, match=r"expected \[B=3, T=1 or past \+ T=8\].*got \(3, 7\)"):
+            model(nexts, attention_mask=past, cache=cache)
+        cache.reset()
+        model(ids, attention_mask=mask.flip(0), cache=cache)
+        model(nexts, attention_mask=torch.cat([mask.flip(0), one], 1), cache=cache)
+
+
 def test_attention_can_take_tokens_back() -> None:
     model = causal_lm("fox")
     ids, mask = left_padded(*LENGTHS)
@@ -213,8 +260,8 @@ def test_attention_can_take_tokens_back() -> None:
         cache.crop(-2)
         assert cache.get_seq_length() == 6
         last = torch.full((3, 1), 9)
-        found = model(last, cache=cache).logits[:, 0]
         full = torch.cat([mask, torch.ones(3, 1)], 1)
+        found = model(last, cache=cache, attention_mask=full).logits[:, 0]
         wanted = model(torch.cat([ids, last], 1), attention_mask=full).logits[:, -1]
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 

@@ -72,6 +72,21 @@ def test_to_and_from_causal_lm_share_parameters(name: str, tied: bool) -> None:
     close(back(ids).logits, model(ids).logits)
 
 
+def test_what_no_causal_lm_has_is_not_left_out() -> None:
+    untied = causal_lm("hgrn2", tie_word_embeddings=False)
+    untied.set_output_embeddings(torch.nn.Linear(16, 40))
+    with pytest.raises(ValueError, match=r"to_causal_lm: .*they differ by lm_head\.bias"):
+        untied.to_causal_lm()
+    tied = causal_lm("hgrn2")
+    tied.lm_head.weight = torch.nn.Parameter(tied.lm_head.weight.detach() * 2)
+    with pytest.raises(ValueError, match=r"to_causal_lm: .*they differ by lm_head\.weight"):
+        tied.to_causal_lm()
+    away = causal_lm("hgrn2")
+    away.model.norm.to("meta")
+    with pytest.raises(ValueError, match=r"loaded whole; got model\.norm\.weight, .*on the meta"):
+        away.to_causal_lm()
+
+
 @every_mixer
 @pytest.mark.parametrize("tied", [True, False])
 def test_save_and_load(name: str, tied: bool, tmp_path: Path) -> None:
@@ -168,6 +183,9 @@ def test_packed_sequences_do_not_leak(name: str) -> None:
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     close(model(ids, position_ids=positions).logits, apart)
     close(model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=5).logits, apart)
+    close(model(ids, cu_seqlens=bounds).logits, apart)
+    numbers = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32)
+    close(model(ids, seq_idx=numbers).logits, apart)
     outputs = model(ids, position_ids=positions, use_cache=True)
     assert outputs.cache is None
     close(model(ids, position_ids=torch.arange(9)[None]).logits, model(ids).logits)
@@ -177,6 +195,25 @@ def test_packed_sequences_do_not_leak(name: str) -> None:
     for row, cut in enumerate((2, 3)):
         parts = [model(two[row : row + 1, s]).logits for s in (slice(cut), slice(cut, None))]
         close(logits[row : row + 1], torch.cat(parts, 1))
+
+
+@every_mixer
+def test_packed_sequences_may_be_padded(name: str) -> None:
+    """Padding before, between and after what is packed, a sequence of padding alone, two rows."""
+    model = causal_lm(name)
+    ids = ids_of(2, 9)
+    numbers = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 2, 2]])
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0, 1, 1, 0]])
+    logits = model(ids, seq_idx=numbers, attention_mask=mask).logits
+    for row in range(2):
+        for k in range(3):
+            real = (numbers[row] == k) & mask[row].bool()
+            if real.any():
+                close(logits[row, real], model(ids[row, real][None]).logits[0])
+    bounds = torch.tensor([0, 4, 6, 9], dtype=torch.int32)
+    first = model(ids[:1], cu_seq_lens_q=bounds, attention_mask=mask[:1]).logits
+    real = mask[0].bool()
+    close(first[0, real], logits[0, real])
 
 
 def test_packed_sequences_have_no_cache() -> None:
@@ -218,6 +255,10 @@ def test_peft_finds_the_projections(name: str) -> None:
     assert any("glu.in_proj" in n for n in found)
     idle = [n for n, p in found.items() if p.grad is None or p.grad.abs().sum() == 0]
     assert idle == []
+    with pytest.raises(ValueError, match=r"merge_and_unload\(\) first"):
+        model.to_causal_lm()
+    whole = tuned.eval().merge_and_unload()
+    close(whole.to_causal_lm()(ids).logits, whole(ids).logits)
 
 
 @every_mixer
@@ -299,6 +340,8 @@ def test_classifier_pools_what_is_real(name: str) -> None:
     close(model(packed, cu_seq_lens_q=bounds).logits, logits)
     begin_anew = torch.cat([torch.arange(n) for n in (9, 4, 1)])[None]
     close(model(packed, position_ids=begin_anew).logits, logits)
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 4, 1]))[None]
+    close(model(packed, seq_idx=numbers).logits, logits)
     labels = torch.tensor([2, 0, 1])
     loss = model(ids, attention_mask=mask, labels=labels).loss
     close(loss, torch.nn.functional.cross_entropy(logits, labels))
@@ -343,8 +386,17 @@ def test_errors_name_the_argument() -> None:
     model = causal_lm("hgrn")
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match=r"attention_mask: expected \[B=1, T >= 4\]"):
-        model(ids_of(1, 4), attention_mask=torch.ones(1, 3))
+    with pytest.raises(ValueError, match="Classification: expected either input_ids or inputs_emb"):
+        hf.TidegateForSequenceClassification(config("hgrn"))()
+    ids = ids_of(1, 4)
+    for columns in (3, 5):
+        with pytest.raises(ValueError, match=r"attention_mask: expected \[B=1, T=4\] of 1"):
+            model(ids, attention_mask=torch.ones(1, columns))
+    with pytest.raises(ValueError, match=r"seq_idx: expected \[B=1, T=4\]; got \(4,\)"):
+        model(ids, seq_idx=torch.tensor([0, 0, 1, 1]))
+    for given in ("cache", "past_key_values"):
+        with pytest.raises(TypeError, match="cache: expected a Cache of transformers, .*got tuple"):
+            model(ids, **{given: ((ids, ids), (ids, ids))})
 
 
 def test_a_run_s_folder_is_not_written_over(tmp_path: Path) -> None:

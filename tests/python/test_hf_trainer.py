@@ -78,16 +78,20 @@ def test_the_loss_falls_and_a_run_resumes(tmp_path: Path) -> None:
     assert found.generate(prompt, max_new_tokens=4, do_sample=False)[0, 3:].tolist() == [6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("with_bounds", [False, True])
-def test_packed_batches_train(with_bounds: bool, tmp_path: Path) -> None:
-    """The collator's positions, or its cu_seq_lens: the same losses."""
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=with_bounds)
-    run = trainer(
-        tmp_path, 20, data_collator=collator, train_dataset=Cycles(64, uneven=True),
-        gradient_checkpointing=True, save_strategy="no",
-    )  # fmt: skip
-    run.train()
-    assert losses(run)[-1] < 1.0
+def test_packed_batches_train(tmp_path: Path) -> None:
+    """The collator's positions, its cu_seq_lens, or its seq_idx alone: the same losses."""
+    found = []
+    for kind in ("position_ids", "flash_attn_kwargs", "seq_idx"):
+        says = {f"return_{k}": k == kind for k in ("position_ids", "flash_attn_kwargs", "seq_idx")}
+        run = trainer(
+            tmp_path / kind, 20, data_collator=DataCollatorWithFlattening(**says),
+            train_dataset=Cycles(64, uneven=True), gradient_checkpointing=True, save_strategy="no",
+        )  # fmt: skip
+        run.train()
+        assert losses(run)[-1] < 1.0
+        found.append(losses(run))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
 
 
 def test_gradients_accumulate_over_tokens(tmp_path: Path) -> None:
@@ -101,6 +105,16 @@ def test_gradients_accumulate_over_tokens(tmp_path: Path) -> None:
         run.train()
         runs.append(losses(run))
     assert runs[0] == pytest.approx(runs[1], rel=1e-3)
+
+
+def test_label_smoothing_is_of_the_next_token(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 1, label_smoothing_factor=0.1, save_strategy="no")
+    batch = run.data_collator([run.train_dataset[k] for k in range(4)])
+    logits = run.model(batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    wanted = torch.nn.functional.cross_entropy(
+        logits, batch["labels"][:, 1:].flatten(), label_smoothing=0.1
+    )
+    torch.testing.assert_close(run.compute_loss(run.model, dict(batch)), wanted)
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):

@@ -244,6 +244,32 @@ def test_draws_are_drawn_where_a_task_asks_for_them() -> None:
     assert one == two != lm.generate_until([request("the tide", greedy)], disable_tqdm=True)[0]
 
 
+def test_a_number_of_tokens_has_lm_eval_s_names() -> None:
+    lm = make()
+    asked = [{"until": [], name: 5} for name in ours._COUNTS]
+    asked.append({"until": [], "max_gen_toks": 5, "max_tokens": 9, "num_beams": 1})
+    found = lm.generate_until([request("the tide", a) for a in asked], disable_tqdm=True)
+    ids = lm.model.generate(torch.tensor([list(b"the tide")]), 5, temperature=0.0)[0, 8:]
+    assert found == [bytes(ids.tolist()).decode(errors="replace")] * 5
+
+
+def test_generation_arguments_without_effect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written before each task's are known to be right."""
+    lm = make()
+    monkeypatch.setattr(CausalLM, "prefill", lambda *_, **__: pytest.fail("it wrote"))
+    fine = request("the tide", {"until": [], "max_gen_toks": 2})
+    for given, message in (
+        (
+            {"length_penalty": 2.0, "typical_p": 0.3},
+            "expected until, .*; got length_pen.*, typical",
+        ),
+        ({"num_beams": 4}, "num_beams: expected 1, got 4"),
+        ({"max_tokens": "few"}, "max_tokens: expected 0 or more, got 'few'"),
+    ):
+        with pytest.raises(UserError, match=f"lm_eval: generation_kwargs: {message}"):
+            lm.generate_until([fine, request("the tide", given)], disable_tqdm=True)
+
+
 def test_what_it_refuses(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lm_eval: max_length: expected 1 or more, got 0"):
         make(max_length=0)

@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .cache import AttentionStateLayer, RecurrentStateLayer
 from .config import TidegateConfig
@@ -47,6 +48,9 @@ __all__ = [
 AutoConfig.register("tidegate", TidegateConfig, exist_ok=True)
 AutoModel.register(TidegateConfig, TidegateModel, exist_ok=True)
 AutoModelForCausalLM.register(TidegateConfig, TidegateForCausalLM, exist_ok=True)
+# register() writes nothing here, where Trainer looks for the models whose labels label smoothing
+# has to shift: it would otherwise train this one to repeat its input.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["tidegate"] = TidegateForCausalLM.__name__
 AutoModelForSequenceClassification.register(
     TidegateConfig, TidegateForSequenceClassification, exist_ok=True
 )

@@ -31,9 +31,14 @@ def _writable(t: Tensor) -> Tensor:
 
 
 class _Counts:
-    """What both kinds of layers share: the tokens they have seen, and rows of the batch."""
+    """What both kinds of layers share: the tokens they have seen, and rows of the batch.
+
+    padding ``[B]``: how many of these tokens were padding, in the first layer of a cache, which
+    speaks for all; None where there was none.
+    """
 
     tokens: int
+    padding: Tensor | None = None
 
     def get_seq_length(self, *_: Any) -> int:
         return self.tokens
@@ -57,7 +62,18 @@ class _Counts:
         if self.batch_size > 0:
             self._take_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
+    def add_padding(self, count: Tensor | None) -> None:
+        """Notes that so many tokens of each row, among those written, were padding."""
+        if count is not None:
+            self.padding = count if self.padding is None else self.padding + count
+
     def _take_rows(self, rows: Tensor) -> None:
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, rows.to(self.padding.device))
+        if self.is_initialized:
+            self._take_rows_of_state(rows)
+
+    def _take_rows_of_state(self, rows: Tensor) -> None:
         raise NotImplementedError
 
 
@@ -114,7 +130,7 @@ class RecurrentStateLayer(_Counts, LinearAttentionLayer, CacheLayerMixin):
             if self.is_initialized:
                 self.recurrent_states[i] = _writable(self.recurrent_states[i]).detach().zero_()
             self.has_previous_state[i] = False
-        self.tokens = 0
+        self.tokens, self.padding = 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -123,11 +139,10 @@ class RecurrentStateLayer(_Counts, LinearAttentionLayer, CacheLayerMixin):
                 f"{tokens_to_remove}"
             )
 
-    def _take_rows(self, rows: Tensor) -> None:
-        if self.is_initialized:
-            for i in range(self.number_of_states):
-                state = self.recurrent_states[i]
-                self.recurrent_states[i] = state.index_select(0, rows.to(state.device))
+    def _take_rows_of_state(self, rows: Tensor) -> None:
+        for i in range(self.number_of_states):
+            state = self.recurrent_states[i]
+            self.recurrent_states[i] = state.index_select(0, rows.to(state.device))
 
 
 class AttentionStateLayer(_Counts, CacheLayerMixin):
@@ -175,7 +190,7 @@ class AttentionStateLayer(_Counts, CacheLayerMixin):
         """An empty state."""
         self.state = self.keys = self.values = None
         self.is_initialized = False
-        self.tokens = 0
+        self.tokens, self.padding = 0, None
 
     @property
     def is_croppable(self) -> bool:
@@ -200,6 +215,8 @@ class AttentionStateLayer(_Counts, CacheLayerMixin):
         room = torch.stack([(self.state.room[0] - count).clamp(min=0), self.state.room[1]])
         self.state = self.state._replace(lengths=lengths, seen=seen, room=room)
         self.tokens -= count
+        if self.padding is not None:
+            self.padding = self.padding.clamp(max=self.tokens)
 
     def offload(self) -> None:
         self._to("cpu")
@@ -212,11 +229,10 @@ class AttentionStateLayer(_Counts, CacheLayerMixin):
             moved = (t.to(device, non_blocking=True) for t in self.state)
             self.write(AttentionState(*moved), 0)
 
-    def _take_rows(self, rows: Tensor) -> None:
-        if self.is_initialized:
-            *by_row, room = self.state
-            by_row = (t.index_select(0, rows.to(t.device)) for t in by_row)
-            self.write(AttentionState(*by_row, room), 0)
+    def _take_rows_of_state(self, rows: Tensor) -> None:
+        *by_row, room = self.state
+        by_row = (t.index_select(0, rows.to(t.device)) for t in by_row)
+        self.write(AttentionState(*by_row, room), 0)
 
 
 def adopt(cache: Cache, mixers: list[nn.Module]) -> Cache:

@@ -30,7 +30,7 @@ from ..models.classifiers import mean_over_time, mean_pool
 from ..nn._common import KeepsFloat32, Linear, is_plain, make_linear, normal_, reset_linear
 from .cache import adopt
 from .config import STUB, TidegateConfig
-from .packing import Tokens, bounds_from, lay_out
+from .packing import PACKED, Tokens, check_past, lay_out, packing_from
 
 # What transformers calls the cache in its outputs, which it renamed on the way through version 5.
 _CACHE = "cache"
@@ -198,15 +198,25 @@ class TidegateModel(TidegatePreTrainedModel):
         """input_ids ``[B, T]`` or inputs_embeds ``[B, T, dim]`` -> the last hidden states
         ``[B, T, dim]``, zeros at padding.
 
-        attention_mask ``[B, past + T]``: 1 for tokens, 0 for padding, on either side; padding
-        enters no state. position_ids that begin anew, or cu_seq_lens_q, bound sequences packed into
-        a row: no state passes from one to the next. cache, by its old name past_key_values: of the
-        tokens before, and these after it; packed sequences have none.
+        attention_mask ``[B, T]``, or ``[B, past + T]`` after `past` tokens of the cache: 1 for
+        tokens, 0 for padding, on either side; padding enters no state. cu_seq_lens_q (fla's name:
+        cu_seqlens), seq_idx, or, without a mask, position_ids that begin anew bound sequences
+        packed into a row: no state passes from one to the next. cache, by its old name
+        past_key_values: of the tokens before, and these after it; packed sequences have none.
         """
-        cache = past_key_values if cache is None else cache
+        cache = self._checked_cache(past_key_values if cache is None else cache, use_cache)
+        past = 0 if cache is None else cache.layers[0].tokens
         x = self._embed(input_ids, inputs_embeds)
-        tokens = lay_out(x, attention_mask, position_ids, bounds_from(kwargs))
-        cache = self._checked_cache(cache, use_cache, tokens)
+        tokens = lay_out(x, attention_mask, position_ids, past=past, **packing_from(kwargs))
+        if cache is None:
+            cache = self._new_cache(use_cache, tokens)
+        elif tokens.packed:
+            raise ValueError(
+                "TidegateModel: cache: expected none with packed sequences, which are not the "
+                "batch's rows"
+            )
+        elif past > 0 and attention_mask is not None and not torch.compiler.is_compiling():
+            check_past(attention_mask[:, : -tokens.time], cache.layers[0].padding)
         hidden = () if _asked(output_hidden_states, self.config) else None
         if self._is_step(tokens, cache):
             x, hidden = self._step(x, cache, hidden)
@@ -220,25 +230,28 @@ class TidegateModel(TidegatePreTrainedModel):
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         return x * self.scale if self.scale != 1.0 else x
 
-    def _checked_cache(
-        self, cache: Cache | None, use_cache: bool | None, tokens: Tokens
-    ) -> Cache | None:
-        """The cache that these tokens go on from and into, or None."""
-        mixers = [block.mixer for block in self.blocks]
-        if cache is not None and use_cache is not False:
-            if tokens.packed:
-                raise ValueError(
-                    "TidegateModel: cache: expected none with packed sequences, which are not the "
-                    "batch's rows"
-                )
-            return adopt(cache, mixers)
-        if cache is not None and cache.layers and cache.get_seq_length() > 0:
+    def _checked_cache(self, cache: Any, use_cache: bool | None) -> Cache | None:
+        """The cache that was given, with these layers in it; None where none is to be used."""
+        if cache is None:
+            return None
+        if not isinstance(cache, Cache):
+            raise TypeError(
+                "TidegateModel: cache: expected a Cache of transformers, such as DynamicCache(); "
+                f"got {type(cache).__name__}"
+            )
+        if use_cache is not False:
+            return adopt(cache, [block.mixer for block in self.blocks])
+        if cache.layers and cache.get_seq_length() > 0:
             raise ValueError("TidegateModel: use_cache: expected True with a cache; got False")
+        return None
+
+    def _new_cache(self, use_cache: bool | None, tokens: Tokens) -> Cache | None:
+        """An empty cache where these tokens are to leave one."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if not use_cache or tokens.packed or (self.gradient_checkpointing and self.training):
             return None
-        return adopt(DynamicCache(), mixers)
+        return adopt(DynamicCache(), [block.mixer for block in self.blocks])
 
     def _is_step(self, tokens: Tokens, cache: Cache | None) -> bool:
         """Whether each row goes on by one token, without a gradient: the mixers' step(). Where
@@ -276,6 +289,8 @@ class TidegateModel(TidegatePreTrainedModel):
             state = layer.read(block.mixer, tokens.batch, x.device)
             x, state = block(x, state=state, gamma=gamma, cu_seqlens=tokens.cu_seqlens)
             layer.write(state, tokens.time)
+        if cache is not None:
+            cache.layers[0].add_padding(tokens.padding)
         x = tokens.put(self.norm(x))
         return x, None if hidden is None else (*hidden, x)
 
@@ -328,11 +343,26 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
         return model.train(lm.training)
 
     def to_causal_lm(self) -> CausalLM:
-        """Makes a CausalLM of this model that shares its parameters."""
+        """Makes a CausalLM of this model that shares its parameters. Raises ValueError for what a
+        CausalLM would not have: adapters, a bias of the head, a head of its own where the
+        configuration ties it, and weights that accelerate has put away."""
         lm = CausalLM(self.config.lm_config(), device="meta")
         mine = _tensors(self)
-        tensors = {name: mine[_their_name(name)] for name in lm.state_dict()}
-        lm.load_state_dict(tensors, strict=True, assign=True)
+        if lm.head is None and mine.get("lm_head.weight") is self.model.embedding.weight:
+            del mine["lm_head.weight"]
+        names = {_their_name(name): name for name in lm.state_dict()}
+        if differ := sorted(names.keys() ^ mine.keys()):
+            raise ValueError(
+                "TidegateForCausalLM.to_causal_lm: expected the parameters of a CausalLM (adapters "
+                f"are merged by merge_and_unload() first); they differ by {', '.join(differ[:4])}"
+            )
+        away = [name for name, t in mine.items() if t.is_meta]
+        if away and len(away) < len(mine):
+            raise ValueError(
+                "TidegateForCausalLM.to_causal_lm: expected a model that was loaded whole; got "
+                f"{', '.join(away[:4])} on the meta device"
+            )
+        lm.load_state_dict({names[n]: t for n, t in mine.items()}, strict=True, assign=True)
         return lm.train(self.training)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -375,10 +405,10 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            **{name: kwargs[name] for name in _PACKED if name in kwargs},
+            **{name: kwargs[name] for name in PACKED if name in kwargs},
         )
         x = outputs.last_hidden_state
-        rest = {name: value for name, value in kwargs.items() if name not in _PACKED}
+        rest = {name: value for name, value in kwargs.items() if name not in PACKED}
         if self._skips_logits(skip_logits, labels, logits_to_keep):
             return CausalLMOutputWithPast(
                 loss=self._loss_in_chunks(x, labels, **rest),
@@ -468,6 +498,9 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )
         inputs.pop("position_ids", None)
+        # By its old name, for which PEFT looks: without one, prompt tuning reads its virtual tokens
+        # again before each token.
+        inputs["past_key_values"] = inputs.pop(_CACHE, None)
         ids = inputs.get("input_ids")
         if ids is not None and ids.size(1) == 1 and not kwargs.get("is_first_iteration", False):
             inputs.pop("attention_mask", None)
@@ -477,9 +510,6 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The mask as it is: nothing here takes one of four dimensions."""
         return attention_mask
-
-
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -520,13 +550,17 @@ class TidegateForSequenceClassification(TidegatePreTrainedModel):
         attention_mask or, without one, by config.pad_token_id on either side, or of N packed
         sequences."""
         kwargs.pop("use_cache", None)
-        bounds = bounds_from(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                "TidegateForSequenceClassification: expected either input_ids or inputs_embeds"
+            )
+        packing = packing_from(kwargs)
         given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
-        tokens = lay_out(given[..., None], attention_mask, position_ids, bounds)
+        tokens = lay_out(given[..., None], attention_mask, position_ids, **packing)
         # Where neither a mask nor bounds nor positions say what is real, pad_token_id does.
         if attention_mask is None and not tokens.packed and input_ids is not None:
             attention_mask = self._mask_of(input_ids)
-            tokens = lay_out(given[..., None], attention_mask, position_ids, bounds)
+            tokens = lay_out(given[..., None], attention_mask, position_ids, **packing)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -534,7 +568,8 @@ class TidegateForSequenceClassification(TidegatePreTrainedModel):
             inputs_embeds=inputs_embeds,
             use_cache=False,
             output_hidden_states=output_hidden_states,
-            cu_seq_lens_q=bounds,
+            cu_seq_lens_q=packing["cu_seqlens"],
+            seq_idx=packing["seq_idx"],
         )
         x = outputs.last_hidden_state
         if tokens.cu_seqlens is None:

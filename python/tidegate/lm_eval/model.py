@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lm_eval.models  # noqa: F401  (else lm_eval takes ours for all that there are)
@@ -250,40 +251,37 @@ class TidegateLM(TemplateLM):
     @torch.no_grad()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after the context of every (context, arguments), up to the first of
-        arguments' `until` or to the end of text."""
+        arguments' `until` or to the end of text. Raises UserError, before anything is written, for
+        arguments that would have no effect."""
         ids = [
             self._cut(self.tok_encode(request.args[0]) or [self.prefix_token_id], predicted=0)
             for request in requests
         ]
         found = [""] * len(requests)
-        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="continuations")
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
-        for group in groups.values():
-            arguments = requests[group[0]].args[1]
+        wanted = [
+            _Wanted.of(requests[group[0]].args[1], self.max_gen_toks) for group in groups.values()
+        ]
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="continuations")
+        for group, how in zip(groups.values(), wanted, strict=True):
             for batch in self._batches([len(ids[i]) for i in group]):
                 rows = [group[i] for i in batch]
-                for i, text in zip(
-                    rows, self._write([ids[i] for i in rows], arguments), strict=True
-                ):
+                for i, text in zip(rows, self._write([ids[i] for i in rows], how), strict=True):
                     found[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
                 bar.update(len(rows))
         bar.close()
         return found
 
-    def _write(self, rows: list[list[int]], arguments: dict[str, Any]) -> list[str]:
+    def _write(self, rows: list[list[int]], wanted: _Wanted) -> list[str]:
         """Continuations of a batch of contexts."""
-        until = arguments.get("until") or []
-        until = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        count = int(
-            arguments.get("max_gen_toks", arguments.get("max_new_tokens", self.max_gen_toks))
-        )
+        until, count = wanted.until, wanted.count
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._device)
-        sampler = Sampler(_sampling(arguments), ids, lengths, self.model.config.vocab_size)
+        sampler = Sampler(wanted.sampling, ids, lengths, self.model.config.vocab_size)
         end = self.eot_token_id
         new: list[list[int]] = [[] for _ in rows]
         texts: list[str | None] = [None] * len(rows)
@@ -338,6 +336,39 @@ class TidegateLM(TemplateLM):
             yield batch
 
 
+_COUNTS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a task's generation_kwargs ask for, under lm_eval's and transformers' names."""
+
+    until: list[str]
+    count: int
+    sampling: SamplingOptions
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], count: int) -> _Wanted:
+        """count: how many tokens where the arguments name no number. UserError, as of what
+        transformers refuses, for an argument that is not among these."""
+        known = ("until", *_COUNTS, *_SAMPLING, "num_beams")
+        unknown = sorted(name for name in arguments if name not in known)
+        if unknown:
+            raise UserError(
+                f"lm_eval: generation_kwargs: expected {', '.join(known)}; got {', '.join(unknown)}"
+            )
+        if arguments.get("num_beams") is not None:
+            _whole("generation_kwargs: num_beams", arguments["num_beams"], 1, 1)
+        until = arguments.get("until") or []
+        until = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        for name in _COUNTS:  # in lm_eval's order, should there be several
+            if arguments.get(name) is not None:
+                count = _whole(f"generation_kwargs: {name}", arguments[name], 0)
+                break
+        return cls(until, count, _sampling(arguments))
+
+
 def _sampling(arguments: dict[str, Any]) -> SamplingOptions:
     """Greedy unless arguments, which have transformers' names, ask for draws."""
     draws = arguments.get("do_sample", float(arguments.get("temperature") or 0.0) > 0.0)
@@ -360,6 +391,7 @@ def _sampling(arguments: dict[str, Any]) -> SamplingOptions:
 def _whole(name: str, given: Any, least: int, most: int | None = None) -> int:
     """An argument as an integer; UserError, naming it, where it is none or out of range."""
     wanted = f"{least} or more" if most is None else f"{least} to {most}"
+    wanted = str(least) if least == most else wanted
     try:
         value = int(given)
     except (TypeError, ValueError) as error:
