@@ -342,6 +342,10 @@ def test_classifier_pools_what_is_real(name: str) -> None:
     close(model(packed, position_ids=begin_anew).logits, logits)
     numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 4, 1]))[None]
     close(model(packed, seq_idx=numbers).logits, logits)
+    numbers = torch.arange(3)[:, None].expand(3, 9)
+    for of_padding in (-1, 0):  # what the rows' padding, which is no sequence, is numbered
+        numbered = torch.where(mask.bool(), numbers, of_padding)
+        close(model(ids, attention_mask=mask, seq_idx=numbered).logits, logits)
     labels = torch.tensor([2, 0, 1])
     loss = model(ids, attention_mask=mask, labels=labels).loss
     close(loss, torch.nn.functional.cross_entropy(logits, labels))

@@ -340,6 +340,10 @@ def test_a_sequence_whose_text_cannot_be_made_leaves_the_others_alone():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no text"):
             decoder.steps(5)
+    # Both sequences have gone on, and nobody has seen by which tokens.
+    for call in (decoder.fork, lambda slot: decoder.save_prefix(slot, "never written")):
+        with pytest.raises(ValueError, match="slot: expected a sequence whose tokens steps"):
+            call(good)
     decoder.remove(bad)
     assert [decoder.add(first, temperature=0.0, max_new_tokens=1), decoder.step()[good]] == [
         bad,

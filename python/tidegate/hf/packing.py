@@ -73,7 +73,8 @@ def lay_out(
 
     attention_mask ``[B, T]`` or ``[B, past + T]``: 1 for tokens, 0 for padding, wherever it is; the
     last T columns belong to x. Packed sequences are bounded by cu_seqlens ``[N + 1]``, in a batch
-    of one; without it by seq_idx ``[B, T]``, which numbers each token's sequence; without either,
+    of one; without it by seq_idx ``[B, T]``, which numbers each token's sequence, and padding as it
+    likes; without either,
     and without a mask, as in transformers, by position_ids ``[B, T]`` that begin anew. Looks at
     masks, numbers and positions on the host, but at a mask not while it is compiled, when it is
     believed to be there for a reason.
@@ -96,6 +97,8 @@ def lay_out(
         _find_sequences(tokens, position_ids)
     if attention_mask is not None:
         _leave_padding_out(tokens, attention_mask, x, past)
+    if tokens.padded and tokens.packed and cu_seqlens is None:  # a number that padding has alone
+        tokens.cu_seqlens = tokens.cu_seqlens.unique_consecutive()
     return tokens
 
 

@@ -202,8 +202,9 @@ class Decoder:
 
     def fork(self, slot: int, **options: Any) -> int:
         """Another sequence that goes on from where the one in `slot` is: its slot. options: as in
-        add(); they are not those of the other one."""
-        slot = whole("Decoder.fork", "slot", slot)
+        add(); they are not those of the other one. Stop strings are looked for in the new
+        sequence's own tokens."""
+        slot = self._returned_whole("Decoder.fork", slot)
         asked = _Options(self, "Decoder.fork", options)
         other = self._decoder.fork(slot, *asked.lists())
         asked.watch(other)
@@ -243,6 +244,16 @@ class Decoder:
                 integers.tolist(), log_probs.tolist(), strict=True
             )
         )
+
+    def _returned_whole(self, owner: str, slot: Any) -> int:
+        """The slot; ValueError where its sequence is ahead of the tokens that steps() returned."""
+        slot = whole(owner, "slot", slot)
+        if any(token.slot == slot for token in (*self._drawn, *self._ready)):
+            raise ValueError(
+                f"{owner}: slot: expected a sequence whose tokens steps() has returned; got {slot}, "
+                "of which some are kept since `decode` raised"
+            )
+        return slot
 
     def _look_for_stop(self) -> None:
         """The first token that was drawn becomes one to return; it changes nothing where `decode`
@@ -297,7 +308,7 @@ class Decoder:
         """Writes what the sequence in `slot`, which has not ended, has read: its state, as a
         safetensors file. Right after add() it is the prompt's: a prefix cache of one file a
         prefix."""
-        tensors = self._decoder.save_prefix(whole("Decoder.save_prefix", "slot", slot))
+        tensors = self._decoder.save_prefix(self._returned_whole("Decoder.save_prefix", slot))
         write_tensors(Path(path), dict(tensors), {"format": "pt"})
 
     def load_prefix(self, path: str | os.PathLike[str], prompt: Prompt = (), **options: Any) -> int:
