@@ -10,8 +10,10 @@ namespace tidegate::kernels {
 
 /// Lets the next kernel begin as soon as all blocks of this one have come here, where it was
 /// launched early: as many of its blocks as there is room for beside these. What it does before it
-/// waits then overlaps with this kernel. Where this one comes here after its own wait, and the next
-/// needs nothing of it, that may be all of the next one's work: it waits at its end.
+/// waits then overlaps with this kernel. If this one comes here after its own wait, whatever is
+/// older has ended by then; so a next kernel that needs nothing of this one, and writes nothing
+/// that it touches, may do all of its work first and wait at its end. Not after an empty grid: it
+/// would follow an older kernel, which nobody has waited for.
 __device__ inline void let_next_kernel_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -63,7 +65,7 @@ cudaError_t launch_in_chain(dim3 grid, dim3 block, int shared_bytes, cudaStream_
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, kKernel, work...);
+  return launch_configured<kKernel>(config, work...);
 }
 
 }  // namespace tidegate::kernels

@@ -122,20 +122,31 @@ cudaError_t launch_unless_empty(void (*kernel)(Work...), int64_t blocks, dim3 bl
 }
 
 /// Waits until all kernels before have ended and what they wrote can be seen. Before it, a thread
-/// of a kernel launched early may touch only what no running kernel writes, or reads where it
-/// writes; every thread comes here before it ends, since later kernels rely on that.
+/// of a kernel launched early may read only what no running kernel writes, and write only what no
+/// running kernel reads or writes. Every thread comes here before it ends: the end of a kernel
+/// means that all before it have ended, and later kernels rely on that.
 __device__ inline void wait_for_kernels_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Launches a kernel whose threads all call wait_for_kernels_before: its blocks take their places
-/// while the last ones of the kernel before are still at work (programmatic dependent launch). That
-/// is for code of compute capability 9.0, which knows how to wait; other code begins when the
-/// kernel before has ended, on whatever chip it runs. For small kernels that follow large ones, and
-/// large ones that follow small ones: a launch costs no time then. Nothing where the grid has no
-/// blocks.
+/// launch_early()'s and launch_in_chain()'s way to launch.
+template <auto* kKernel, class... Work>
+cudaError_t launch_configured(const cudaLaunchConfig_t& config, const Work&... work) {
+  const cudaError_t status = cudaLaunchKernelEx(&config, kKernel, work...);
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // the caller has it: nobody else's next check should find it again
+  }
+  return status;
+}
+
+/// Launches a kernel whose threads all call wait_for_kernels_before, at their start or, beside a
+/// kernel that lets it begin (kernel_chain.cuh), at their end: its blocks take their places while
+/// the last ones of the kernel before are still at work (programmatic dependent launch). That is
+/// for code of compute capability 9.0, which knows how to wait; other code begins when the kernel
+/// before has ended, on whatever chip it runs. For small kernels that follow large ones, and large
+/// ones that follow small ones: a launch costs no time then. Nothing where the grid has no blocks.
 template <auto* kKernel, class... Work>
 cudaError_t launch_early(dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
                          const Work&... work) {
@@ -154,11 +165,7 @@ cudaError_t launch_early(dim3 grid, dim3 block, int shared_bytes, cudaStream_t s
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = version >= 90 ? 1 : 0;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kKernel, work...);
-  if (status != cudaSuccess) {
-    cudaGetLastError();  // the caller has it: nobody else's next check should find it again
-  }
-  return status;
+  return launch_configured<kKernel>(config, work...);
 }
 
 /// Launches early over a grid of one dimension; cudaErrorInvalidConfiguration where it has more

@@ -251,7 +251,7 @@ class Decoder:
         if any(token.slot == slot for token in (*self._drawn, *self._ready)):
             raise ValueError(
                 f"{owner}: slot: expected a sequence whose tokens steps() has returned; got {slot}, "
-                "of which some are kept since `decode` raised"
+                "some of which are kept since `decode` raised"
             )
         return slot
 

@@ -30,7 +30,9 @@ struct ChunkGradients {
   const float* states = nullptr;     // [chunk index, H, K, V]: S before a chunk
   const float* gradients = nullptr;  // D after it
   float* gate_channels = nullptr;    // [B, T, H, K]: dlog f a channel, where the gate is one a head
-  bool runs_beside = false;          // the outputs before, which have waited for factors and states
+  // Whether this is launched after outputs that let it begin when factors and states are there: it
+  // needs nothing of these, and waits for their end at its own.
+  bool runs_beside = false;
 };
 
 constexpr int kPairStride = kTokens + 4, kPairSize = kTokens * kPairStride;

@@ -32,8 +32,8 @@ struct ChunkOutputs {
   bool whole = false;
   const float* initial = nullptr;
   float *final = nullptr, *kept = nullptr;
-  // The next kernel needs nothing of this one, but the factors and states that are there when this
-  // one has waited. A kernel that only waits is not let begin: its blocks would take places.
+  // Whether the next kernel runs beside this one (its runs_beside). One that waits at its start is
+  // not let begin early: its waiting blocks would only take places.
   bool next_runs_beside = false;
 };
 

@@ -41,7 +41,9 @@ struct StateScan {
   float* segment_states[kDirections] = {};
   float* segment_decays[kDirections] = {};
   bool divided = false, maps = false;
-  bool runs_beside = false;  // the outputs before, which have waited for the factors
+  // Whether this is launched after outputs that let it begin when the factors are there: it needs
+  // nothing of these, and waits for their end at its own.
+  bool runs_beside = false;
 
   __host__ __device__ int row_tiles() const {
     return static_cast<int>((params.key_dim + kStateRows - 1) / kStateRows);

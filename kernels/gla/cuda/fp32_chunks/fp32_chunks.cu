@@ -2,9 +2,9 @@
 //
 // Forward: the factors; S before every chunk, unless outputs take whole sequences; the outputs.
 // Backward: the factors; S and, unless dv takes whole sequences and makes it, D; dv; the other
-// gradients. What needs nothing of dv's kernel runs beside it: the gradients, or, where these need
-// its D, S. Where few blocks would go through long sequences, the states are found in segments:
-// their maps, these composed, then the states.
+// gradients. By chunks, the gradients run beside dv's kernel; by whole sequences they need its D,
+// and S runs beside it, if there is room. Where few blocks would go through long sequences, the
+// states are found in segments: their maps, these composed, then the states.
 
 #include <algorithm>
 #include <limits>
@@ -81,7 +81,8 @@ int64_t choose_segment(const GlaParams& p, int directions, int multiprocessors) 
   const int64_t blocks = directions * sequences * heads * ceil_div(p.key_dim, kStateRows) *
                          ceil_div(p.value_dim, state_columns(p.value_dim));
   const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kMostChunk);
-  const int64_t parts = std::min(4 * multiprocessors / blocks, chunks / kFewestChunks);
+  const int64_t parts =
+      std::min(4 * multiprocessors / std::max<int64_t>(1, blocks), chunks / kFewestChunks);
   return parts < kFewestParts ? 0 : ceil_div(chunks, parts) * kMostChunk;
 }
 
@@ -148,8 +149,8 @@ bool goes_by_sequences(const GlaParams& p, const DeviceLimits& limits) {
   return p.layout.offsets == nullptr && sequence_blocks(p, limits) >= limits.multiprocessors;
 }
 
-/// Whether S is found beside dv, which is made of whole sequences: where dv's blocks leave room on
-/// the device, which has two on a multiprocessor.
+/// Whether S is found beside dv, which is made of whole sequences: where dv's blocks take at most
+/// three quarters of their places on the device, of which a multiprocessor has two.
 bool finds_states_beside(const GlaParams& p, const DeviceLimits& limits) {
   return p.plan.by_sequences && p.plan.segment_time == 0 &&
          2 * sequence_blocks(p, limits) <= 3 * limits.multiprocessors;
@@ -219,10 +220,14 @@ cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t st
              : launch_states<4, 64>(scan, blocks, directions, stream);
 }
 
-/// The states at all chunks, by way of segments where the plan has them.
+/// The states at all chunks, by way of segments where the plan has them: these are several
+/// launches, of which only the first could run beside the kernel before.
 cudaError_t find_states(StateScan scan, int directions, cudaStream_t stream) {
   const GlaParams& p = scan.params;
   scan.divided = p.plan.segment_time > 0;
+  if (scan.divided && scan.runs_beside) {
+    return cudaErrorInvalidValue;
+  }
   scan.segments =
       scan.divided ? time_tiles(p.layout, p.plan.segment_time) : whole_sequences(p.layout);
   if (scan.divided) {
