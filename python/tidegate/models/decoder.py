@@ -250,8 +250,8 @@ class Decoder:
         slot = whole(owner, "slot", slot)
         if any(token.slot == slot for token in (*self._drawn, *self._ready)):
             raise ValueError(
-                f"{owner}: slot: expected a sequence whose tokens steps() has returned; got {slot}, "
-                "some of which are kept since `decode` raised"
+                f"{owner}: slot: expected a sequence whose tokens steps() has returned; got "
+                f"{slot}, some of which are kept since `decode` raised"
             )
         return slot
 
