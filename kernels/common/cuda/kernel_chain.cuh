@@ -65,7 +65,7 @@ cudaError_t launch_in_chain(dim3 grid, dim3 block, int shared_bytes, cudaStream_
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  return launch_configured<kKernel>(config, work...);
+  return cudaLaunchKernelEx(&config, kKernel, work...);
 }
 
 }  // namespace tidegate::kernels

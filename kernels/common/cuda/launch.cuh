@@ -131,16 +131,6 @@ __device__ inline void wait_for_kernels_before() {
 #endif
 }
 
-/// launch_early()'s and launch_in_chain()'s way to launch.
-template <auto* kKernel, class... Work>
-cudaError_t launch_configured(const cudaLaunchConfig_t& config, const Work&... work) {
-  const cudaError_t status = cudaLaunchKernelEx(&config, kKernel, work...);
-  if (status != cudaSuccess) {
-    cudaGetLastError();  // the caller has it: nobody else's next check should find it again
-  }
-  return status;
-}
-
 /// Launches a kernel whose threads all call wait_for_kernels_before, at their start or, beside a
 /// kernel that lets it begin (kernel_chain.cuh), at their end: its blocks take their places while
 /// the last ones of the kernel before are still at work (programmatic dependent launch). That is
@@ -165,7 +155,11 @@ cudaError_t launch_early(dim3 grid, dim3 block, int shared_bytes, cudaStream_t s
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = version >= 90 ? 1 : 0;
-  return launch_configured<kKernel>(config, work...);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kKernel, work...);
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // the caller has it: nobody else's next check should find it again
+  }
+  return status;
 }
 
 /// Launches early over a grid of one dimension; cudaErrorInvalidConfiguration where it has more

@@ -81,8 +81,7 @@ int64_t choose_segment(const GlaParams& p, int directions, int multiprocessors) 
   const int64_t blocks = directions * sequences * heads * ceil_div(p.key_dim, kStateRows) *
                          ceil_div(p.value_dim, state_columns(p.value_dim));
   const int64_t chunks = ceil_div(p.layout.time * p.layout.batch / sequences, kMostChunk);
-  const int64_t parts =
-      std::min(4 * multiprocessors / std::max<int64_t>(1, blocks), chunks / kFewestChunks);
+  const int64_t parts = std::min(4 * multiprocessors / blocks, chunks / kFewestChunks);
   return parts < kFewestParts ? 0 : ceil_div(chunks, parts) * kMostChunk;
 }
 
@@ -225,9 +224,6 @@ cudaError_t launch_states(const StateScan& scan, int directions, cudaStream_t st
 cudaError_t find_states(StateScan scan, int directions, cudaStream_t stream) {
   const GlaParams& p = scan.params;
   scan.divided = p.plan.segment_time > 0;
-  if (scan.divided && scan.runs_beside) {
-    return cudaErrorInvalidValue;
-  }
   scan.segments =
       scan.divided ? time_tiles(p.layout, p.plan.segment_time) : whole_sequences(p.layout);
   if (scan.divided) {
