@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tidegate.models import CausalLM, LMConfig
+from tidegate.models import CausalLM, Decoder, LMConfig
 
 VOCAB = 37
 # How tests draw: every filter at once.
@@ -64,3 +64,19 @@ def make(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> 
 def prompts(*lengths: int) -> list[torch.Tensor]:
     torch.manual_seed(11)
     return [torch.randint(0, VOCAB, (n,)) for n in lengths]
+
+
+def tokens_of(decoder: Decoder, steps: int = 1) -> dict[int, list[int]]:
+    """What each sequence draws until all have ended."""
+    found: dict[int, list[int]] = {}
+    while decoder.active:
+        for token in decoder.steps(steps):
+            found.setdefault(token.slot, []).append(token)
+    return found
+
+
+def alone(model: CausalLM, prompt: torch.Tensor, count: int, **options) -> list[int]:
+    """What a Decoder draws after this prompt, and no other."""
+    decoder = Decoder(model, 1)
+    slot = decoder.add(prompt, max_new_tokens=count, **options)
+    return tokens_of(decoder)[slot]

@@ -1,5 +1,10 @@
 """tidegate's language models as transformers' models: one class over all mixers.
 
+In the order of transformers' own modeling files: what the models share (TidegatePreTrainedModel),
+embedding, blocks and norm (TidegateModel), the language model (TidegateForCausalLM) and the
+classifier (TidegateForSequenceClassification). How padded and packed batches are read is in
+packing.py, states as layers of transformers' caches in cache.py.
+
 Parameters are `tidegate.models.CausalLM`'s, under ``model.``, but for the head, which is
 ``lm_head``; what a seed draws is the same, too.
 """
@@ -225,8 +230,7 @@ class TidegateModel(TidegatePreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=x, hidden_states=hidden, **{_CACHE: cache})
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("TidegateModel: expected either input_ids or inputs_embeds")
+        _check_input("TidegateModel", input_ids, inputs_embeds)
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         return x * self.scale if self.scale != 1.0 else x
 
@@ -240,7 +244,7 @@ class TidegateModel(TidegatePreTrainedModel):
                 f"got {type(cache).__name__}"
             )
         if use_cache is not False:
-            return adopt(cache, [block.mixer for block in self.blocks])
+            return self.adopt(cache)
         if cache.layers and cache.get_seq_length() > 0:
             raise ValueError("TidegateModel: use_cache: expected True with a cache; got False")
         return None
@@ -251,7 +255,11 @@ class TidegateModel(TidegatePreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if not use_cache or tokens.packed or (self.gradient_checkpointing and self.training):
             return None
-        return adopt(DynamicCache(), [block.mixer for block in self.blocks])
+        return self.adopt(DynamicCache())
+
+    def adopt(self, cache: Cache) -> Cache:
+        """The cache, with a layer of the kind that each block's state needs."""
+        return adopt(cache, [block.mixer for block in self.blocks])
 
     def _is_step(self, tokens: Tokens, cache: Cache | None) -> bool:
         """Whether each row goes on by one token, without a gradient: the mixers' step(). Where
@@ -305,6 +313,11 @@ class TidegateModel(TidegatePreTrainedModel):
         if self.gradient_checkpointing and self.training:
             return self._gradient_checkpointing_func(run, x, gamma, cu_seqlens)
         return run(x, gamma, cu_seqlens)
+
+
+def _check_input(owner: str, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError(f"{owner}: expected either input_ids or inputs_embeds")
 
 
 def _asked(output_hidden_states: bool | None, config: TidegateConfig) -> bool:
@@ -482,7 +495,7 @@ class TidegateForCausalLM(TidegatePreTrainedModel, GenerationMixin):
             generation_config, model_kwargs, *args, **kwargs
         )
         if isinstance(model_kwargs.get(_CACHE), Cache):
-            adopt(model_kwargs[_CACHE], [block.mixer for block in self.model.blocks])
+            self.model.adopt(model_kwargs[_CACHE])
         return found
 
     def prepare_inputs_for_generation(
@@ -550,10 +563,7 @@ class TidegateForSequenceClassification(TidegatePreTrainedModel):
         attention_mask or, without one, by config.pad_token_id on either side, or of N packed
         sequences."""
         kwargs.pop("use_cache", None)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError(
-                "TidegateForSequenceClassification: expected either input_ids or inputs_embeds"
-            )
+        _check_input("TidegateForSequenceClassification", input_ids, inputs_embeds)
         packing = packing_from(kwargs)
         given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
         tokens = lay_out(given[..., None], attention_mask, position_ids, **packing)

@@ -261,9 +261,7 @@ class Decoder:
         token = self._drawn[0]
         stops = self._stops.get(token.slot)
         if stops is not None and stops.found(token):
-            mine = [other for other in self._drawn if other.slot == token.slot]
-            if not mine[-1].is_last:
-                self._decoder.end(token.slot)
+            self._decoder.end(token.slot)
             self._drawn = deque(other for other in self._drawn if other.slot != token.slot)
             token.is_last = True
         else:

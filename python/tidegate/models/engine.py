@@ -75,13 +75,15 @@ def engine_of(model: nn.Module) -> Any | None:
 
 
 def follow(engine: Any, model: nn.Module) -> None:
-    """Gives the engine what is no parameter of the model and may change after it was made."""
+    """Gives the engine what is no parameter of the model and may change after it was made: its
+    residual_dtype, which acts under autocast alone, so that no other step pays for it."""
     dtype = model.residual_dtype
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(
             f"CausalLM: residual_dtype: expected a floating-point dtype or None; got {dtype!r}"
         )
-    engine.set_residual_dtype(dtype)
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        engine.set_residual_dtype(dtype)
 
 
 def _blueprint(model: nn.Module) -> _Blueprint:
